@@ -1,0 +1,174 @@
+"""Read a configuration: preset, then file, then overrides; every mistake reported at once."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtron.config.config import Config
+from jaxtron.config.presets import load_preset, preset_names
+from jaxtron.config.schema import keys, sections
+from jaxtron.config.suggest import did_you_mean
+from jaxtron.config.yaml_io import parse_yaml
+from jaxtron.errors import ConfigError
+
+Raw = dict[str, Any]
+"""Nested plain values as a file gives them: ``{section: {key: value}}``."""
+
+_PRESET_PATHS = (("preset",), ("model", "preset"))
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Build the configuration of a run.
+
+    ``preset: NAME`` at the top of the source starts from all of a preset, ``model: {preset: NAME}``
+    from its model alone. Keys of the source replace those of the preset, overrides replace both. A
+    key whose value is a mapping is replaced whole by a file; an override may set one entry of it
+    (``model.rope_scaling.factor=4``).
+
+    Args:
+        source: a YAML file, the same as nested mappings, or None for overrides alone.
+        overrides: ``section.key=value`` with a YAML value.
+
+    Raises:
+        ConfigError: the file is missing or not YAML, a key is unknown, missing or given twice, or a
+            value has the wrong type or is out of bounds. All problems are in one message.
+    """
+    raw = _read(source)
+    problems: list[str] = []
+    settings = []
+    for override in overrides:
+        try:
+            settings.append(_parse_override(override))
+        except ConfigError as error:
+            problems.append(str(error))
+    for path, value in settings:
+        if path in _PRESET_PATHS:
+            _set(raw, path, value)
+    raw = _expand_presets(raw)
+    for path, value in settings:
+        if path not in _PRESET_PATHS:
+            _set(raw, path, value)
+    config = _build(raw, problems)
+    if problems or config is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return config
+
+
+def _read(source: str | Path | Mapping[str, Any] | None) -> Raw:
+    """The source's own keys; an empty section is an empty mapping."""
+    origin = "the configuration"
+    raw: Any
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        raw = copy.deepcopy(dict(source))
+    else:
+        origin = str(source)
+        raw = parse_yaml(_read_text(Path(source)), origin) or {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{origin} holds {raw!r}: expected sections with keys below them")
+    for name, value in raw.items():
+        if value is None:
+            raw[name] = {}
+        elif name in sections() and not isinstance(value, dict):
+            raise ConfigError(
+                f"{origin}: {name} is {value!r}, but it is a section: write its keys below it"
+            )
+    return raw
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        hint = ""
+        if path.stem in preset_names():
+            hint = f"; the preset of that name is used by `preset={path.stem}`"
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}{hint}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not UTF-8 text: {error}") from None
+
+
+def _parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """Split ``section.key=value`` into its path and its value."""
+    dotted, equals, text = override.partition("=")
+    path = tuple(dotted.strip().split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"override {override!r}: expected section.key=value")
+    if path not in _PRESET_PATHS:
+        info = keys().get(".".join(path[:2]))
+        if info is None:
+            raise ConfigError(f"override {override!r}: no such key{did_you_mean(dotted)}")
+        if len(path) > 2 and not info.is_mapping:
+            raise ConfigError(f"override {override!r}: {info.dotted} takes {info.expected}")
+    return path, parse_yaml(text, f"override {override!r}")
+
+
+def _set(raw: Raw, path: tuple[str, ...], value: Any) -> None:
+    """Set one value; an entry inside a mapping leaves the mapping's other entries."""
+    *parents, name = path
+    place = raw
+    for depth, parent in enumerate(parents, start=1):
+        if not isinstance(place.get(parent), dict):
+            info = keys().get(".".join(path[:depth]))
+            place[parent] = dict(info.default) if info and info.default else {}
+        place = place[parent]
+    place[name] = value
+
+
+def _expand_presets(raw: Raw) -> Raw:
+    """Put the named presets below the given keys."""
+    raw = dict(raw)
+    base: Raw = {}
+    if "preset" in raw:
+        base = load_preset(raw.pop("preset"))
+    if "preset" in raw.get("model", {}):
+        model = dict(raw["model"])
+        base["model"] = load_preset(model.pop("preset"))["model"]
+        raw["model"] = model
+    for name, values in raw.items():
+        base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
+    return base
+
+
+def _build(raw: Raw, problems: list[str]) -> Config | None:
+    """The configuration, or None after appending what is wrong to ``problems``."""
+    for name, values in raw.items():
+        if name not in sections():
+            problems.append(f"{name} is not a section{did_you_mean(str(name))}")
+            continue
+        problems += [
+            f"{name}.{key} is not a key{did_you_mean(f'{name}.{key}')}"
+            for key in values
+            if f"{name}.{key}" not in keys()
+        ]
+    built = {name: _build_section(name, raw.get(name, {}), problems) for name in sections()}
+    return None if problems else Config(**built)
+
+
+def _build_section(name: str, given: Raw, problems: list[str]) -> Any:
+    infos = [info for info in keys().values() if info.section == name]
+    missing = [info for info in infos if info.required and info.name not in given]
+    before = len(problems)
+    if name == "model" and not given:
+        names = ", ".join(preset_names())
+        problems.append(f"no model is given: set preset to one of {names}, or write a model section")
+    else:
+        problems += [f"{i.dotted} is missing: {i.expected}. {i.help}" for i in missing]
+    values = {}
+    for info in infos:
+        if info.name in given:
+            try:
+                values[info.name] = info.convert(given[info.name])
+            except ConfigError as error:
+                problems.append(str(error))
+    if len(problems) > before:
+        return None
+    try:
+        return sections()[name](**values)
+    except ConfigError as error:
+        problems.append(str(error))
+        return None

@@ -1,0 +1,281 @@
+"""Combinations of keys that cannot work, each found before anything is built, with its fix.
+
+:func:`validate` holds for every use of a configuration (training, mesh inspection, conversion) on
+any machine; :func:`validate_for_training` adds what only a training run needs.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxtron.config.batch import batch_layout
+from jaxtron.config.config import Config
+from jaxtron.data.tokenizers import load_tokenizer
+from jaxtron.errors import ConfigError, JaxtronError
+from jaxtron.layers.rope import rope_scaling_parameters
+from jaxtron.mesh.axes import resolve_axes
+
+Axes = Mapping[str, int]
+
+
+def validate(config: Config, num_devices: int) -> dict[str, int]:
+    """Check the configuration for a job of ``num_devices`` devices.
+
+    Returns:
+        the size of each mesh axis.
+
+    Raises:
+        ConfigError: every problem found, one a line, each with what would be right.
+    """
+    problems = [problem for check in MODEL_CHECKS for problem in check(config)]
+    axes: dict[str, int] = {}
+    try:
+        axes = resolve_axes(config.parallel, num_devices)
+    except ConfigError as error:
+        problems.append(str(error))
+    else:
+        problems += [problem for check in LAYOUT_CHECKS for problem in check(config, axes)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return axes
+
+
+def validate_for_training(config: Config, num_devices: int) -> dict[str, int]:
+    """:func:`validate`, and that this configuration can be trained here.
+
+    Raises:
+        ConfigError: as :func:`validate`; or a mesh axis has no training implementation, or the
+            tokenizer does not fit the model.
+    """
+    axes = validate(config, num_devices)
+    problems = [problem for check in TRAINING_CHECKS for problem in check(config, axes)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return axes
+
+
+# Shape of the model.
+
+
+def _heads_divide_hidden_size(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"model.hidden_size {model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads {model.num_attention_heads}: set model.kv_channels to the "
+            f"size of a head, or model.num_attention_heads to "
+            f"{_or(_divisors_near(model.hidden_size, model.num_attention_heads))}"
+        )
+
+
+def _groups_divide_heads(config: Config) -> Iterator[str]:
+    heads, groups = config.model.num_attention_heads, config.model.query_groups
+    if heads % groups:
+        yield (
+            f"model.num_query_groups {groups} does not divide model.num_attention_heads {heads}: "
+            f"set model.num_query_groups to {_or(_divisors_near(heads, groups))}"
+        )
+
+
+def _rotary_channels_are_pairs(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "rope":
+        return
+    rotated = model.head_dim * model.rotary_percent
+    if rotated % 2 or rotated == 0:
+        yield (
+            f"model.rotary_percent {model.rotary_percent} of {model.head_dim} channels a head is "
+            f"{rotated:g}, but RoPE rotates pairs of channels: choose an even number of channels"
+        )
+
+
+def _rope_scaling_fits(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.rope_scaling is None:
+        return
+    if model.position_embedding_type != "rope":
+        yield (
+            f"model.rope_scaling is set but model.position_embedding_type is "
+            f"{model.position_embedding_type}: set model.rope_scaling to null"
+        )
+        return
+    try:
+        rope_scaling_parameters(model)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _sequence_fits_positions(config: Config) -> Iterator[str]:
+    longest, seq_length = config.model.max_position_embeddings, config.data.seq_length
+    if seq_length > longest:
+        yield (
+            f"data.seq_length {seq_length} is longer than model.max_position_embeddings {longest}: "
+            f"set model.max_position_embeddings to {seq_length}, or data.seq_length to {longest} "
+            "or less"
+        )
+
+
+# The model on the mesh.
+
+
+def _tensor_divides_heads(config: Config, axes: Axes) -> Iterator[str]:
+    heads, tensor = config.model.num_attention_heads, axes["tensor"]
+    if heads % tensor:
+        yield (
+            f"model.num_attention_heads {heads} is not a multiple of parallel.tensor {tensor}: "
+            f"set parallel.tensor to {_or(_divisors_near(heads, tensor))}"
+        )
+
+
+def _tensor_fits_query_groups(config: Config, axes: Axes) -> Iterator[str]:
+    groups, tensor = config.model.query_groups, axes["tensor"]
+    if groups % tensor and tensor % groups:
+        heads = config.model.num_attention_heads
+        fitting = [t for t in _divisors(heads) if groups % t == 0 or t % groups == 0]
+        yield (
+            f"model.num_query_groups {groups} and parallel.tensor {tensor}: groups are split over "
+            f"tensor, or repeated when tensor is a multiple of them, and here neither divides the "
+            f"other: set parallel.tensor to {_or(_near(fitting, tensor))}"
+        )
+
+
+def _tensor_divides_ffn(config: Config, axes: Axes) -> Iterator[str]:
+    ffn, tensor = config.model.ffn_hidden_size, axes["tensor"]
+    if ffn % tensor:
+        yield (
+            f"model.ffn_hidden_size {ffn} is not a multiple of parallel.tensor {tensor}: set "
+            f"model.ffn_hidden_size to {_or(_multiples_near(ffn, tensor))}, or parallel.tensor to "
+            f"{_or(_divisors_near(ffn, tensor))}"
+        )
+
+
+def _vocabulary_splits(config: Config, axes: Axes) -> Iterator[str]:
+    model = config.model
+    shards = axes["tensor"] * axes["pipeline"]
+    if model.padded_vocab_size % shards:
+        # The padding must not depend on the mesh, so it is the user's to choose once.
+        fix = math.lcm(model.make_vocab_size_divisible_by, shards)
+        yield (
+            f"the vocabulary of {model.vocab_size} padded to {model.padded_vocab_size} "
+            f"(model.make_vocab_size_divisible_by {model.make_vocab_size_divisible_by}) does not "
+            f"split over parallel.tensor {axes['tensor']} × parallel.pipeline {axes['pipeline']} = "
+            f"{shards}: set model.make_vocab_size_divisible_by to {fix}"
+        )
+
+
+def _sequence_parallel_has_tensor(config: Config, axes: Axes) -> Iterator[str]:
+    if config.parallel.sequence_parallel and axes["tensor"] == 1:
+        yield (
+            "parallel.sequence_parallel is true but parallel.tensor is 1, so there is nothing to "
+            "split the sequence over: set parallel.sequence_parallel to null (on when tensor > 1)"
+        )
+
+
+def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
+    seq_length, context, tensor = config.data.seq_length, axes["context"], axes["tensor"]
+    sequence_parallel = config.parallel.sequence_parallel is not False and tensor > 1
+    split = context * (tensor if sequence_parallel else 1)
+    if seq_length % split:
+        over = [f"parallel.context {context}"] if context > 1 else []
+        over += [f"parallel.tensor {tensor} (sequence parallelism)"] if sequence_parallel else []
+        yield (
+            f"data.seq_length {seq_length} is not a multiple of {' × '.join(over)}: set "
+            f"data.seq_length to {_or(_multiples_near(seq_length, split))}"
+            + (", or parallel.sequence_parallel to false" if sequence_parallel else "")
+        )
+
+
+def _layers_split_over_stages(config: Config, axes: Axes) -> Iterator[str]:
+    layers, stages = config.model.num_layers, axes["pipeline"]
+    if layers % stages:
+        yield (
+            f"model.num_layers {layers} is not a multiple of parallel.pipeline {stages}: set "
+            f"parallel.pipeline to {_or(_divisors_near(layers, stages))}"
+        )
+
+
+def _batch_divides(config: Config, axes: Axes) -> Iterator[str]:
+    try:
+        batch_layout(config.train, axes)
+    except ConfigError as error:
+        yield str(error)
+
+
+# What only training needs.
+
+
+def _axes_can_train(config: Config, axes: Axes) -> Iterator[str]:
+    for axis in ("pipeline", "context", "expert"):
+        if axes[axis] > 1:
+            yield (
+                f"parallel.{axis} is {axes[axis]}, but training over the {axis} axis is not "
+                f"available in this version (`jaxtron mesh` shows the layout): set parallel.{axis} "
+                "to 1"
+            )
+
+
+def _tokenizer_fits_vocabulary(config: Config, axes: Axes) -> Iterator[str]:
+    if config.data.tokenizer is None:
+        return
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except JaxtronError as error:
+        yield f"data.tokenizer: {error}"
+        return
+    if tokenizer.vocab_size > config.model.vocab_size:
+        yield (
+            f"the tokenizer {config.data.tokenizer} has {tokenizer.vocab_size} tokens, but "
+            f"model.vocab_size is {config.model.vocab_size}: set model.vocab_size to "
+            f"{tokenizer.vocab_size}"
+        )
+
+
+MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _heads_divide_hidden_size,
+    _groups_divide_heads,
+    _rotary_channels_are_pairs,
+    _rope_scaling_fits,
+    _sequence_fits_positions,
+)
+"""Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""
+
+LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
+    _tensor_divides_heads,
+    _tensor_fits_query_groups,
+    _tensor_divides_ffn,
+    _vocabulary_splits,
+    _sequence_parallel_has_tensor,
+    _sequence_splits,
+    _layers_split_over_stages,
+    _batch_divides,
+)
+"""Checks of the model, the sequence and the batch against the sizes of the mesh axes."""
+
+TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
+    _axes_can_train,
+    _tokenizer_fits_vocabulary,
+)
+"""Checks of a training run alone."""
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _near(choices: list[int], value: int) -> list[int]:
+    """The nearest choice below and above a value."""
+    below = [choice for choice in choices if choice < value][-1:]
+    above = [choice for choice in choices if choice > value][:1]
+    return below + above
+
+
+def _divisors_near(number: int, value: int) -> list[int]:
+    return _near(_divisors(number), value)
+
+
+def _multiples_near(number: int, factor: int) -> list[int]:
+    below = number // factor * factor
+    return [multiple for multiple in (below, below + factor) if multiple]
+
+
+def _or(choices: list[int]) -> str:
+    return " or ".join(map(str, choices))
