@@ -1,0 +1,82 @@
+"""Configuration of where a run's state is saved, how often, and where a run starts from."""
+
+from jaxtron.config.fields import key, section
+from jaxtron.errors import ConfigError
+
+
+@section
+class CheckpointConfig:
+    """Saving the run's state, resuming it, and starting from another run's weights."""
+
+    dir: str | None = key(
+        None,
+        "Folder of this run's checkpoints, seen by every process; a relaunch resumes from its "
+        "newest complete step. null: nothing is saved.",
+    )
+    load: str | None = key(
+        None,
+        "Checkpoint folder (or one step's folder) a new run starts from; not read again once `dir` "
+        "holds this run's own checkpoints.",
+    )
+    load_step: int | None = key(None, "Step to take from `load`; null: its newest.", ge=0)
+    interval: int = key(0, "Steps between saves; 0: only at the end of the run.", ge=0)
+    keep: int | None = key(3, "Newest checkpoints kept in `dir`; null: all.", ge=1)
+    save_retain_interval: int | None = key(
+        None, "Steps divisible by this are kept beyond `keep`; null: none.", ge=1
+    )
+    async_save: bool = key(
+        True, "Write in the background, from one host copy of this process's share of the state."
+    )
+    max_host_gb: float | None = key(
+        None,
+        "With async_save: false, the most host memory a save copies to at a time [GB]; null: the "
+        "process's whole share.",
+        gt=0,
+    )
+    timeout_s: int = key(
+        3600, "A save that takes longer than this in the background has failed [s].", ge=1
+    )
+    no_save_optim: bool = key(False, "Leave the optimizer state out of checkpoints.")
+    no_load_optim: bool = key(
+        False, "Start from the weights and step of `load` with a fresh optimizer state."
+    )
+    finetune: bool = key(
+        False, "Start from the weights of `load` alone: fresh optimizer, step and data position."
+    )
+    verify: bool = key(True, "Recompute every array's digest after loading and compare.")
+    file_checksums: bool = key(
+        True, "Read each file back after writing and store its CRC-32 for `checkpoint verify`."
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse combinations that cannot work.
+
+        Raises:
+            ConfigError: a key that depends on another is set without it, or a folder is a URL.
+        """
+        for name in ("dir", "load"):
+            path = getattr(self, name)
+            if path is not None and "://" in path:
+                raise ConfigError(
+                    f"checkpoint.{name} is {path!r}: expected a folder on a file system that every "
+                    "process sees (mount the bucket), not a URL"
+                )
+        for name in ("load_step", "no_load_optim", "finetune"):
+            value = getattr(self, name)
+            if self.load is None and value is not None and value is not False:
+                raise ConfigError(
+                    f"checkpoint.{name} is {value!r} but checkpoint.load is null: it says what to "
+                    "take from checkpoint.load, so set that to the checkpoint folder to start from"
+                )
+        if self.interval and self.dir is None:
+            raise ConfigError(
+                f"checkpoint.interval is {self.interval} but checkpoint.dir is null: set "
+                "checkpoint.dir to the folder that checkpoints go to, or interval to 0"
+            )
+        if self.max_host_gb is not None and self.async_save:
+            raise ConfigError(
+                f"checkpoint.max_host_gb is {self.max_host_gb:g} with checkpoint.async_save true: "
+                "a background save needs a host copy of the process's whole share, because the "
+                "next step overwrites the arrays; set checkpoint.async_save=false or "
+                "checkpoint.max_host_gb=null"
+            )
