@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jaxtron.config.run import TrainConfig
+from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.axes import BATCH_AXES
 
@@ -31,19 +31,20 @@ class BatchLayout:
         return self.num_microbatches * self.rows_per_microbatch
 
 
-def batch_layout(train: TrainConfig, axes: Mapping[str, int]) -> BatchLayout:
+def batch_layout(config: Config, axes: Mapping[str, int]) -> BatchLayout:
     """Cut ``train.global_batch_size`` by ``micro_batch_size`` or ``num_microbatches``.
 
     With neither given a data shard takes one sequence per microbatch.
 
     Args:
-        train: batch sizes.
+        config: its ``train`` section is read.
         axes: size of each mesh axis, as :func:`jaxtron.mesh.axes.resolve_axes` gives them.
 
     Raises:
         ConfigError: the global batch does not divide that way, or the two keys contradict.
     """
     shards = math.prod(axes[axis] for axis in BATCH_AXES)
+    train = config.train
     rows = train.global_batch_size
     micro = train.micro_batch_size
     count = train.num_microbatches

@@ -1,6 +1,7 @@
 """Nearest keys for a key that does not exist."""
 
 import difflib
+from collections.abc import Iterable
 
 from jaxtron.config.schema import keys, sections
 
@@ -32,6 +33,15 @@ _FROM_MEGATRON = {
 """Megatron-LM's names where ours differ; only those whose key exists are offered."""
 
 
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """``"did you mean a?"`` with the most similar choice, or all choices when none is similar."""
+    choices = list(choices)
+    similar = difflib.get_close_matches(name, choices, n=2)
+    if similar:
+        return f"did you mean {' or '.join(similar)}?"
+    return f"expected one of {', '.join(choices)}"
+
+
 def did_you_mean(dotted: str, count: int = 3) -> str:
     """``": did you mean a, b?"`` with the nearest of all keys, or a pointer to the list.
 
@@ -49,7 +59,7 @@ def did_you_mean(dotted: str, count: int = 3) -> str:
         found += [key for key, info in known.items() if info.name == near]
     if not section:
         found += difflib.get_close_matches(name, sections(), n=1)
-    nearest = list(dict.fromkeys(found))[:count]
-    if nearest:
-        return f": did you mean {', '.join(nearest)}?"
+    offered = list(dict.fromkeys(found))[:count]
+    if offered:
+        return f": did you mean {', '.join(offered)}?"
     return "; `jaxtron train --help-config` lists all keys"

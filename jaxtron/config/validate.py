@@ -184,18 +184,9 @@ def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
-def _layers_split_over_stages(config: Config, axes: Axes) -> Iterator[str]:
-    layers, stages = config.model.num_layers, axes["pipeline"]
-    if layers % stages:
-        yield (
-            f"model.num_layers {layers} is not a multiple of parallel.pipeline {stages}: set "
-            f"parallel.pipeline to {_or(_divisors_near(layers, stages))}"
-        )
-
-
 def _batch_divides(config: Config, axes: Axes) -> Iterator[str]:
     try:
-        batch_layout(config.train, axes)
+        batch_layout(config, axes)
     except ConfigError as error:
         yield str(error)
 
@@ -245,7 +236,6 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _vocabulary_splits,
     _sequence_parallel_has_tensor,
     _sequence_splits,
-    _layers_split_over_stages,
     _batch_divides,
 )
 """Checks of the model, the sequence and the batch against the sizes of the mesh axes."""
