@@ -1,0 +1,85 @@
+"""Index arrays kept on disk between runs.
+
+Every process may compute and write the same entry at the same time; there is no barrier and no
+special rank. An entry gets its name only when it is complete.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtron.errors import DataError
+
+Arrays = dict[str, NDArray]
+
+
+def digest(array: NDArray) -> str:
+    """A checksum of type, shape and content, for use in a cache key."""
+    hasher = hashlib.sha256(f"{array.dtype.str} {array.shape}".encode())
+    hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
+
+
+def cached_arrays(
+    cache_dir: str | os.PathLike | None,
+    description: Mapping[str, object],
+    build: Callable[[], Arrays],
+) -> Arrays:
+    """The arrays that `build` makes, from disk when an earlier call has left them there.
+
+    Args:
+        cache_dir: folder of all entries; None: always build.
+        description: everything that the arrays depend on, as JSON values. Its hash is the name of
+            the entry; the text is kept beside the arrays.
+        build: makes the arrays.
+
+    Raises:
+        DataError: the folder cannot be written, or an entry in it cannot be read.
+    """
+    if cache_dir is None:
+        return build()
+    text = json.dumps(description, indent=1, sort_keys=True)
+    entry = Path(cache_dir) / hashlib.sha256(text.encode()).hexdigest()[:32]
+    if not entry.is_dir():
+        _write(entry, text, build())
+    return _read(entry)
+
+
+def _write(entry: Path, text: str, arrays: Arrays) -> None:
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
+        try:
+            (partial / "description.json").write_text(text)
+            for name, array in arrays.items():
+                np.save(partial / f"{name}.npy", array)
+            partial.chmod(0o755)  # mkdtemp's folder is for one user; the cache is for all
+            partial.rename(entry)
+        except OSError:
+            if not entry.is_dir():  # else another process was first, with the same content
+                raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(
+            f"{entry.parent}: index cache cannot be written ({error}); "
+            "set data.cache_dir to a writable folder, or to null"
+        ) from error
+
+
+def _read(entry: Path) -> Arrays:
+    try:
+        # Memory-mapped, so that the processes of a host share one copy.
+        arrays = {p.stem: np.load(p, mmap_mode="r") for p in sorted(entry.glob("*.npy"))}
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{entry}: index cache entry cannot be read ({error}); delete this folder"
+        ) from error
+    return arrays
