@@ -27,7 +27,12 @@ def help_config(only: str | None = None, width: int = 100) -> str:
                 lines.append(f"  {info.dotted}   ({default})")
                 text = f"{info.help} Takes {info.expected}."
                 lines += textwrap.wrap(
-                    text, width, initial_indent=_INDENT, subsequent_indent=_INDENT
+                    text,
+                    width,
+                    initial_indent=_INDENT,
+                    subsequent_indent=_INDENT,
+                    break_on_hyphens=False,
+                    break_long_words=False,
                 )
         lines.append("")
     return "\n".join(lines)

@@ -52,9 +52,19 @@ def load_config(
         if path not in _PRESET_PATHS:
             _set(raw, path, value)
     config = _build(raw, problems)
-    if problems or config is None:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    if config is None:
+        raise ConfigError(_report(source, overrides, list(dict.fromkeys(problems))))
     return config
+
+
+def _report(source: Any, overrides: Sequence[str], problems: list[str]) -> str:
+    """All problems in one message that begins with where the values came from."""
+    origins = [str(source)] if isinstance(source, str | Path) else []
+    origins += ["overrides"] if overrides and origins else []
+    if not origins:
+        return "\n".join(problems)
+    separator = " " if len(problems) == 1 else "\n  "
+    return separator.join([" + ".join(origins) + ":", *problems])
 
 
 def _read(source: str | Path | Mapping[str, Any] | None) -> Raw:
@@ -157,7 +167,7 @@ def _build_section(name: str, given: Raw, problems: list[str]) -> Any:
         names = ", ".join(preset_names())
         problems.append(f"no model is given: set preset to one of {names}, or write a model section")
     else:
-        problems += [f"{i.dotted} is missing: {i.expected}. {i.help}" for i in missing]
+        problems += [f"{i.dotted} is missing: expected {i.expected}. {i.help}" for i in missing]
     values = {}
     for info in infos:
         if info.name in given:

@@ -18,7 +18,6 @@ _FROM_MEGATRON = {
     "bf16": "precision.compute",
     "lr_warmup_iters": "optimizer.lr_warmup_steps",
     "lr_decay_iters": "optimizer.lr_decay_steps",
-    "adam_eps": "optimizer.adam_eps",
     "data_path": "data.paths",
     "tokenizer_model": "data.tokenizer",
     "save": "checkpoint.dir",
@@ -26,7 +25,6 @@ _FROM_MEGATRON = {
     "eval_interval": "eval.interval",
     "eval_iters": "eval.iters",
     "tensorboard_dir": "observe.dir",
-    "num_query_groups": "model.num_query_groups",
     "swiglu": "model.activation",
     "calculate_per_token_loss": "loss.reduction",
 }

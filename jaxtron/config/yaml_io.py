@@ -13,7 +13,8 @@ import yaml
 from jaxtron.errors import ConfigError
 
 _FLOAT = re.compile(
-    r"""[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?
+    r"""[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*)(?:[eE][-+]?[0-9]+)?
+       |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
        |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)""",
     re.VERBOSE,
 )
