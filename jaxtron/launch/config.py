@@ -1,0 +1,42 @@
+"""Configuration of the process and its devices: how the job starts."""
+
+from typing import Literal
+
+from jaxtron.config.fields import key, section
+
+
+@section
+class RuntimeConfig:
+    """Devices, compiler flags and the meeting of the processes of a job."""
+
+    cpu_devices: int | None = key(
+        None,
+        "Run on this many fake CPU devices a process; null: on the GPUs (or the one CPU).",
+        ge=1,
+    )
+    xla_flags: dict[str, str | int | float | bool | None] = key(
+        {},
+        "Compiler flags, name -> value, over those of the built-in table and of XLA_FLAGS; "
+        "null drops a flag.",
+    )
+    matmul_precision: Literal["default", "high", "highest"] | None = key(
+        None, "Precision of fp32 matrix products (highest: no TF32); null: JAX's setting."
+    )
+    compilation_cache_dir: str | None = key(
+        None, "Folder that keeps compiled programs between runs; null: JAX's setting (off)."
+    )
+    coordinator_address: str | None = key(
+        None, "host:port of process 0; null: from SLURM, else a single process."
+    )
+    num_processes: int | None = key(
+        None, "Processes of the whole job; null: from SLURM, else 1.", ge=1
+    )
+    process_id: int | None = key(
+        None, "Number of this process, from 0; null: from SLURM, else 0.", ge=0
+    )
+    local_device_ids: list[int] | None = key(
+        None, "GPUs of this process, numbered among the visible ones; null: by tasks per node."
+    )
+    initialization_timeout_s: int = key(
+        300, "Longest wait for the other processes at the start [seconds].", ge=1
+    )

@@ -1,0 +1,90 @@
+"""Compiler flags: a table by GPU and JAX version, and how it combines with the user's flags.
+
+A row stands here only while a measurement says that it helps; without one XLA's own default holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtron.errors import ConfigError
+
+FlagValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class FlagRow:
+    """One flag, where it applies, and the measurement that justifies it.
+
+    Attributes:
+        compute_capability: of the GPU (``9.0``: H100, H200).
+        jax: release series of JAX (``0.11``).
+        name: flag without dashes.
+        value: as XLA reads it.
+        measured: what was seen.
+    """
+
+    compute_capability: str
+    jax: str
+    name: str
+    value: str
+    measured: str
+
+
+TABLE: tuple[FlagRow, ...] = (
+    FlagRow(
+        compute_capability="9.0",
+        jax="0.11",
+        name="xla_gpu_enable_triton_gemm",
+        value="false",
+        measured="8 Llama-3-8B layers, bf16, one H100, JAX 0.11.2: 522 -> 542 TFLOP/s",
+    ),
+)
+
+
+def table_rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:
+    """Rows for a GPU and a JAX version; none for a CPU or a GPU that nobody measured."""
+    series = ".".join(jax_version.split(".")[:2])
+    return tuple(
+        row for row in TABLE if row.compute_capability == compute_capability and row.jax == series
+    )
+
+
+def combine(
+    rows: tuple[FlagRow, ...], environment: str, overrides: Mapping[str, FlagValue]
+) -> tuple[str, dict[str, str]]:
+    """The value of ``XLA_FLAGS`` and the flags that jaxtron set in it.
+
+    ``runtime.xla_flags`` counts before what ``XLA_FLAGS`` already holds, and that before the table.
+
+    Args:
+        rows: rows of the table that apply.
+        environment: present value of ``XLA_FLAGS``; flags in it that nothing overrides stay as
+            they are.
+        overrides: ``runtime.xla_flags``; None drops a flag.
+
+    Raises:
+        ConfigError: a name in ``overrides`` is not that of an XLA flag.
+    """
+    chosen = {_flag_name(name): value for name, value in overrides.items()}
+    kept = [word for word in environment.split() if _word_name(word) not in chosen]
+    in_environment = {_word_name(word) for word in kept}
+    ours = {row.name: row.value for row in rows if row.name not in in_environment}
+    for name, value in chosen.items():
+        ours.pop(name, None)
+        if value is not None:
+            ours[name] = str(value).lower() if isinstance(value, bool) else str(value)
+    return " ".join([*kept, *(f"--{name}={value}" for name, value in ours.items())]), ours
+
+
+def _word_name(word: str) -> str:
+    return word.lstrip("-").partition("=")[0]
+
+
+def _flag_name(name: str) -> str:
+    bare = name.lstrip("-")
+    if not bare.startswith("xla_") or not bare.replace("_", "").isalnum():
+        raise ConfigError(
+            f"runtime.xla_flags.{name}: not the name of an XLA flag; they begin with xla_, "
+            "for example xla_gpu_enable_triton_gemm: false"
+        )
+    return bare

@@ -1,0 +1,38 @@
+import pytest
+
+from jaxtron.errors import ConfigError
+from jaxtron.launch.xla_flags import combine, table_rows
+
+TRITON = "xla_gpu_enable_triton_gemm"
+
+
+def test_table_serves_only_what_was_measured():
+    assert [(row.name, row.value) for row in table_rows("9.0", "0.11.2")] == [(TRITON, "false")]
+    for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
+        assert table_rows(capability, version) == ()
+
+
+@pytest.mark.parametrize(
+    "environment, overrides, result",
+    [
+        ("", {}, f"--{TRITON}=false"),
+        ("--xla_a=1", {}, f"--xla_a=1 --{TRITON}=false"),
+        (f"--{TRITON}=true", {}, f"--{TRITON}=true"),
+        (f"--{TRITON}", {}, f"--{TRITON}"),
+        ("", {TRITON: True}, f"--{TRITON}=true"),
+        ("", {TRITON: None}, ""),
+        (f"--{TRITON}=true --xla_a=1", {TRITON: None}, "--xla_a=1"),
+        ("--xla_a=1", {"xla_a": 2, TRITON: None}, "--xla_a=2"),
+        ("", {f"--{TRITON}": "true", "xla_b": 1.5}, f"--{TRITON}=true --xla_b=1.5"),
+    ],
+)
+def test_user_flags_count_before_the_environment_and_that_before_the_table(
+    environment, overrides, result
+):
+    assert combine(table_rows("9.0", "0.11.2"), environment, overrides)[0] == result
+
+
+@pytest.mark.parametrize("name", ["gpu_enable_triton_gemm", "xla_a=1", "xla a"])
+def test_a_name_that_is_no_xla_flag_is_refused(name):
+    with pytest.raises(ConfigError, match=r"runtime\.xla_flags"):
+        combine((), "", {name: 1})
