@@ -191,5 +191,5 @@ def _check_resolution(plan: LaunchPlan, host: str) -> None:
         raise LaunchError(
             f"the coordinator {plan.coordinator_address} resolves to {', '.join(addresses)} on "
             "this node, which is not the first one and would wait for itself: mend the name's "
-            "entry in /etc/hosts, or set runtime.coordinator_address to an address of the first node"
+            "entry in /etc/hosts, or give runtime.coordinator_address an address of the first node"
         )
