@@ -1,0 +1,193 @@
+"""Reading text documents: JSON Lines files (plain, gzip, Zstandard) and folders of text files."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtron.data.compression import open_decompressed
+from jaxtron.errors import ConfigError, DataError
+
+_BOM = b"\xef\xbb\xbf"
+
+BLOCK_BYTES = 1 << 20
+BLOCK_RECORDS = 1000
+
+
+class Source(NamedTuple):
+    """One input file; ``whole`` when all of it is one document, else one JSON object per line."""
+
+    path: Path
+    whole: bool
+
+
+class Record(NamedTuple):
+    """The raw bytes of one document; ``line`` counts from 1, and is 0 for a whole file."""
+
+    path: str
+    line: int
+    data: bytes
+
+    @property
+    def where(self) -> str:
+        """File and line, for messages."""
+        return f"{self.path} line {self.line}" if self.line else self.path
+
+
+class Block(NamedTuple):
+    """Consecutive records: the unit of work, about ``BLOCK_BYTES`` of text.
+
+    ``position`` is how far reading has come after it [bytes on disk, over all sources].
+    """
+
+    records: list[Record]
+    position: int
+
+
+class BadRecord(Exception):
+    """A record that holds no document.
+
+    Attributes:
+        reason: one of ``not_utf8``, ``bad_json``, ``not_an_object``, ``missing_key``,
+            ``not_a_string``.
+        message: file, line and reason in words.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+
+
+def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = (".txt",)) -> list[Source]:
+    """Resolve inputs: a file is JSON Lines; a folder gives each file with a suffix as a document.
+
+    Files of a folder come in the order of their paths below it, whatever the file system says.
+
+    Raises:
+        DataError: an input does not exist, or a folder has no such file.
+        ConfigError: no input, or no suffix for a folder.
+    """
+    if not inputs:
+        raise ConfigError("no input: give at least one JSON Lines file or folder of text files")
+    sources = []
+    for given in inputs:
+        path = Path(given)
+        if path.is_dir():
+            files = text_files(path, suffixes)
+            if not files:
+                raise DataError(
+                    f"folder {path} has no file ending in {' or '.join(suffixes)}; "
+                    "choose others with --suffixes, or give JSON Lines files by name"
+                )
+            sources += [Source(file, whole=True) for file in files]
+        elif path.exists():
+            sources.append(Source(path, whole=False))
+        else:
+            raise DataError(f"input {path} does not exist")
+    return sources
+
+
+def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Files below ``folder`` that end in one of ``suffixes``, ordered by path below it."""
+    if not suffixes or not all(suffixes):
+        raise ConfigError(f"a folder of text files needs suffixes such as .txt, got {suffixes}")
+    found = (path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)))
+    return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(folder).as_posix())
+
+
+def total_bytes(sources: Iterable[Source]) -> int:
+    """Size of all sources on disk."""
+    return sum(source.path.stat().st_size for source in sources)
+
+
+def read_blocks(sources: Iterable[Source]) -> Iterator[Block]:
+    """All records in order, in blocks. Blank lines are no records; a leading BOM is dropped.
+
+    Raises:
+        DataError: a file cannot be read or its compression is damaged.
+    """
+    records: list[Record] = []
+    size = 0
+    finished = 0
+    for path, whole in sources:
+        name = str(path)
+        with open_decompressed(path) as (stream, file):
+            # The only line of a whole file is number 0.
+            lines = enumerate([stream.read()] if whole else stream, start=0 if whole else 1)
+            for number, data in lines:
+                if number <= 1 and data.startswith(_BOM):
+                    data = data[len(_BOM) :]
+                if number and not data.strip():
+                    continue
+                records.append(Record(name, number, data))
+                size += len(data)
+                if size >= BLOCK_BYTES or len(records) >= BLOCK_RECORDS:
+                    yield Block(records, finished + file.tell())
+                    records, size = [], 0
+            finished += file.seek(0, os.SEEK_END)
+    if records:
+        yield Block(records, finished)
+
+
+def parse_record(record: Record, keys: Sequence[str]) -> tuple[str, ...]:
+    """The text under each of ``keys``; a whole file is the text of its only key.
+
+    Raises:
+        BadRecord: the record is malformed.
+    """
+    try:
+        text = record.data.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            "not_utf8", f"{record.where}: not UTF-8 ({error.reason} at byte {error.start})"
+        ) from None
+    if not record.line:
+        return (text,)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise BadRecord(
+            "bad_json", f"{record.where}: bad JSON ({error.msg} at character {error.pos + 1})"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, endless nesting
+        raise BadRecord("bad_json", f"{record.where}: bad JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise BadRecord(
+            "not_an_object", f"{record.where}: not a JSON object but {_json_type(value)}"
+        )
+    for key in keys:
+        if key not in value:
+            present = ", ".join(f"'{name}'" for name in list(value)[:8]) or "none"
+            raise BadRecord(
+                "missing_key", f"{record.where}: key '{key}' missing (its keys: {present})"
+            )
+        if not isinstance(value[key], str):
+            found = _json_type(value[key])
+            raise BadRecord(
+                "not_a_string", f"{record.where}: value of key '{key}' is not a string but {found}"
+            )
+    return tuple(value[key] for key in keys)
+
+
+def read_texts(
+    inputs: Sequence[str | Path], key: str = "text", suffixes: Sequence[str] = (".txt",)
+) -> Iterator[str]:
+    """The text of every document of ``inputs``, in order.
+
+    Raises:
+        DataError: an input is missing or a record is malformed (file, line, reason).
+    """
+    for block in read_blocks(find_sources(inputs, suffixes)):
+        for record in block.records:
+            try:
+                (text,) = parse_record(record, (key,))
+            except BadRecord as bad:
+                raise DataError(bad.message) from None
+            yield text
+
+
+def _json_type(value: object) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")

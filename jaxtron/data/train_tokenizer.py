@@ -1,0 +1,46 @@
+"""The command ``python -m jaxtron.data train-tokenizer``; the training is ``train_bpe``."""
+
+import argparse
+
+from jaxtron.data.documents import read_texts
+from jaxtron.data.tokenizers import train_bpe
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="JSON Lines files (plain, gzip or Zstandard) or folders of text files",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="V", help="entries, at least 257"
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        metavar="PATH",
+        help="a folder for tokenizer.json and tokenizer_config.json, or one *.json file",
+    )
+    parser.add_argument(
+        "--json-key", default="text", metavar="KEY", help="key that holds the text (default: text)"
+    )
+    parser.add_argument(
+        "--suffixes",
+        nargs="+",
+        default=[".txt"],
+        metavar="SUFFIX",
+        help="endings of the files to take from folders (default: .txt)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and say what came out."""
+    texts = read_texts(args.input, args.json_key, args.suffixes)
+    tokenizer = train_bpe(texts, args.vocab_size, args.output)
+    print(f"{args.output}: vocab_size={tokenizer.vocab_size} eod={tokenizer.eod}")
+    if tokenizer.vocab_size < args.vocab_size:
+        print(f"fewer entries than the {args.vocab_size} asked for: the text has no more pairs")
+    return 0
