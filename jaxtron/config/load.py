@@ -165,7 +165,9 @@ def _build_section(name: str, given: Raw, problems: list[str]) -> Any:
     before = len(problems)
     if name == "model" and not given:
         names = ", ".join(preset_names())
-        problems.append(f"no model is given: set preset to one of {names}, or write a model section")
+        problems.append(
+            f"no model is given: set preset to one of {names}, or write a model section"
+        )
     else:
         problems += [f"{i.dotted} is missing: expected {i.expected}. {i.help}" for i in missing]
     values = {}

@@ -12,7 +12,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text", Any: "any value"}
+_NAMES = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Any: "any value",
+}
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -56,9 +62,7 @@ class KeyInfo:
         try:
             return _adapter(self.section, self.name).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError, ValueError):
-            raise ConfigError(
-                f"{self.dotted} is {value!r}: expected {self.expected}"
-            ) from None
+            raise ConfigError(f"{self.dotted} is {value!r}: expected {self.expected}") from None
 
 
 @functools.cache

@@ -13,9 +13,9 @@ ZERO_AXES = ("fsdp", "expert", "context")
 def state_bytes_per_device(config: Config, axes: Mapping[str, int]) -> int:
     """Weights, gradients and AdamW state on one device [bytes], activations not counted.
 
-    With P parameters a device (tensor and pipeline split them evenly) and d shards: bf16 weights 2P,
-    fp32 gradients 4P, fp32 master weights and two moments 12P, of which ``data_sharding`` divides
-    some by d; ``optim_grads_params`` gathers the bf16 weights of two layers at a time.
+    With P parameters a device (tensor and pipeline split them evenly): bf16 weights 2P, fp32
+    gradients 4P, fp32 master weights and two moments 12P. ``data_sharding`` divides some of these
+    by the number of shards; ``optim_grads_params`` gathers the weights of two layers at a time.
 
     Args:
         config: model and ``parallel.data_sharding``.

@@ -114,6 +114,15 @@ def _sequence_fits_positions(config: Config) -> Iterator[str]:
         )
 
 
+def _eod_is_a_token(config: Config) -> Iterator[str]:
+    eod, vocab_size = config.data.eod_token, config.model.vocab_size
+    if eod is not None and eod >= vocab_size:
+        yield (
+            f"data.eod_token {eod} is not below model.vocab_size {vocab_size}: set data.eod_token "
+            f"to an id from 0 to {vocab_size - 1}, or model.vocab_size to {eod + 1} or more"
+        )
+
+
 # The model on the mesh.
 
 
@@ -122,7 +131,7 @@ def _tensor_divides_heads(config: Config, axes: Axes) -> Iterator[str]:
     if heads % tensor:
         yield (
             f"model.num_attention_heads {heads} is not a multiple of parallel.tensor {tensor}: "
-            f"set parallel.tensor to {_or(_divisors_near(heads, tensor))}"
+            f"set parallel.tensor to {_tensor_sizes(axes, lambda t: heads % t == 0)}"
         )
 
 
@@ -130,11 +139,13 @@ def _tensor_fits_query_groups(config: Config, axes: Axes) -> Iterator[str]:
     groups, tensor = config.model.query_groups, axes["tensor"]
     if groups % tensor and tensor % groups:
         heads = config.model.num_attention_heads
-        fitting = [t for t in _divisors(heads) if groups % t == 0 or t % groups == 0]
+        fitting = _tensor_sizes(
+            axes, lambda t: heads % t == 0 and (groups % t == 0 or t % groups == 0)
+        )
         yield (
             f"model.num_query_groups {groups} and parallel.tensor {tensor}: groups are split over "
             f"tensor, or repeated when tensor is a multiple of them, and here neither divides the "
-            f"other: set parallel.tensor to {_or(_near(fitting, tensor))}"
+            f"other: set parallel.tensor to {fitting}"
         )
 
 
@@ -144,7 +155,7 @@ def _tensor_divides_ffn(config: Config, axes: Axes) -> Iterator[str]:
         yield (
             f"model.ffn_hidden_size {ffn} is not a multiple of parallel.tensor {tensor}: set "
             f"model.ffn_hidden_size to {_or(_multiples_near(ffn, tensor))}, or parallel.tensor to "
-            f"{_or(_divisors_near(ffn, tensor))}"
+            f"{_tensor_sizes(axes, lambda t: ffn % t == 0)}"
         )
 
 
@@ -226,6 +237,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _rotary_channels_are_pairs,
     _rope_scaling_fits,
     _sequence_fits_positions,
+    _eod_is_a_token,
 )
 """Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""
 
@@ -245,6 +257,12 @@ TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _tokenizer_fits_vocabulary,
 )
 """Checks of a training run alone."""
+
+
+def _tensor_sizes(axes: Axes, fits: Callable[[int], bool]) -> str:
+    """The nearest sizes of `tensor` that fit and divide the devices of the job."""
+    devices = math.prod(axes.values())
+    return _or(_near([t for t in _divisors(devices) if fits(t)], axes["tensor"]))
 
 
 def _divisors(number: int) -> list[int]:

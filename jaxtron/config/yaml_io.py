@@ -56,7 +56,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes every string that either YAML version would read as something else."""
+    """Safe dumper that quotes strings which either YAML version would read as something else."""
 
 
 for _tag, _pattern, _first in _SCALARS:

@@ -148,7 +148,8 @@ def test_nothing_similar_points_to_the_list_of_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["foo", "=3", "train.=3", "train=3", "parallel.tensor.size=2", "a.b=1", "train.steps=]"]
+    "override",
+    ["foo", "=3", "train.=3", "train=3", "parallel.tensor.size=2", "a.b=1", "train.steps=]"],
 )
 def test_a_malformed_override_is_refused_by_name(override: str) -> None:
     assert repr(override) in load_error({"preset": "tiny"}, override)

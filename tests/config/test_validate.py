@@ -1,0 +1,235 @@
+"""Combinations that cannot work are refused with the fix; those that can are left alone.
+
+Every fix named in a message is applied and must make the configuration valid.
+"""
+
+import pytest
+
+from jaxtron.config.load import load_config
+from jaxtron.config.presets import preset_names
+from jaxtron.config.validate import validate, validate_for_training
+from jaxtron.errors import ConfigError
+
+# tiny: 4 layers, hidden 64, 8 heads in 2 groups, ffn 128, vocabulary 257, sequence 64, 8 rows.
+BASE = {"preset": "tiny"}
+
+# (overrides, devices, words of the message, overrides that fix it)
+REFUSED = {
+    "heads_not_a_multiple_of_tensor": (
+        ["model.num_attention_heads=12", "model.kv_channels=8", "model.num_query_groups=null"]
+        + ["parallel.tensor=8"],
+        8,
+        ["model.num_attention_heads 12", "parallel.tensor 8", "parallel.tensor to 4"],
+        ["parallel.tensor=4"],
+    ),
+    "groups_and_tensor_do_not_divide_each_other": (
+        ["model.num_attention_heads=12", "model.kv_channels=8", "model.num_query_groups=6"]
+        + ["parallel.tensor=4"],
+        8,
+        [
+            "model.num_query_groups 6",
+            "parallel.tensor 4",
+            "neither divides",
+            "parallel.tensor to 2",
+        ],
+        ["parallel.tensor=2"],
+    ),
+    "groups_do_not_divide_heads": (
+        ["model.num_query_groups=3"],
+        8,
+        ["model.num_query_groups 3", "model.num_attention_heads 8", "2 or 4"],
+        ["model.num_query_groups=4"],
+    ),
+    "heads_do_not_divide_hidden_size": (
+        ["model.num_attention_heads=12"],
+        8,
+        ["model.hidden_size 64", "model.num_attention_heads 12", "8 or 16", "kv_channels"],
+        ["model.num_attention_heads=16"],
+    ),
+    "odd_rotary_channels": (
+        ["model.kv_channels=7"],
+        8,
+        ["7 channels", "even"],
+        ["model.kv_channels=8"],
+    ),
+    "rope_scaling_without_rope": (
+        ["model.position_embedding_type=none", "model.rope_scaling={type: linear, factor: 2.0}"],
+        8,
+        ["model.rope_scaling", "model.position_embedding_type is none"],
+        ["model.rope_scaling=null"],
+    ),
+    "rope_scaling_of_an_unknown_type": (
+        ["model.rope_scaling={type: magic}"],
+        8,
+        ["model.rope_scaling.type", "'magic'", "llama3"],
+        ["model.rope_scaling={type: linear, factor: 2.0}"],
+    ),
+    "sequence_longer_than_learned_positions": (
+        ["model.position_embedding_type=learned_absolute", "data.seq_length=128"],
+        8,
+        ["data.seq_length 128", "model.max_position_embeddings 64"],
+        ["model.max_position_embeddings=128"],
+    ),
+    "eod_outside_the_vocabulary": (
+        ["data.eod_token=257"],
+        8,
+        ["data.eod_token 257", "model.vocab_size 257", "258 or more"],
+        ["data.eod_token=256"],
+    ),
+    "ffn_not_a_multiple_of_tensor": (
+        ["model.ffn_hidden_size=130", "parallel.tensor=4"],
+        8,
+        ["model.ffn_hidden_size 130", "parallel.tensor 4", "128 or 132"],
+        ["model.ffn_hidden_size=132"],
+    ),
+    "vocabulary_not_a_multiple_of_tensor": (
+        ["model.make_vocab_size_divisible_by=1", "parallel.tensor=4"],
+        8,
+        ["vocabulary of 257", "parallel.tensor 4", "make_vocab_size_divisible_by to 4"],
+        ["model.make_vocab_size_divisible_by=4"],
+    ),
+    "vocabulary_not_a_multiple_of_tensor_times_pipeline": (
+        ["model.make_vocab_size_divisible_by=6", "parallel.tensor=2", "parallel.pipeline=4"],
+        8,
+        ["padded to 258", "parallel.tensor 2 × parallel.pipeline 4 = 8", "divisible_by to 24"],
+        ["model.make_vocab_size_divisible_by=24"],
+    ),
+    "sequence_parallel_without_tensor": (
+        ["parallel.sequence_parallel=true"],
+        8,
+        ["parallel.sequence_parallel is true", "parallel.tensor is 1", "null"],
+        ["parallel.sequence_parallel=null"],
+    ),
+    "sequence_not_a_multiple_of_tensor": (
+        ["data.seq_length=62", "parallel.tensor=4"],
+        8,
+        ["data.seq_length 62", "parallel.tensor 4", "60 or 64", "sequence_parallel to false"],
+        ["parallel.sequence_parallel=false"],
+    ),
+    "sequence_not_a_multiple_of_context_and_tensor": (
+        ["data.seq_length=60", "parallel.tensor=2", "parallel.context=4"],
+        8,
+        ["data.seq_length 60", "parallel.context 4 × parallel.tensor 2", "56 or 64"],
+        ["data.seq_length=64"],
+    ),
+    "batch_not_a_multiple_of_microbatch_and_shards": (
+        ["train.micro_batch_size=3"],
+        8,
+        ["train.global_batch_size is 8", "micro_batch_size 3", "fsdp 8", "to 24"],
+        ["train.global_batch_size=24"],
+    ),
+    "microbatch_larger_than_the_batch": (
+        ["train.micro_batch_size=16"],
+        1,
+        ["train.global_batch_size is 8", "train.micro_batch_size 16", "to 16"],
+        ["train.global_batch_size=16"],
+    ),
+    "micro_batch_size_against_num_microbatches": (
+        ["train.micro_batch_size=2", "train.num_microbatches=2"],
+        8,
+        ["train.micro_batch_size 2", "train.num_microbatches 2", "= 32", "8"],
+        ["train.global_batch_size=32"],
+    ),
+    "eight_devices_with_tensor_three": (
+        ["parallel.tensor=3"],
+        8,
+        ["tensor 3", "8 devices", "2 or 4"],
+        ["parallel.tensor=2"],
+    ),
+    "devices_are_not_the_product_of_the_axes": (
+        ["parallel.fsdp=2", "parallel.tensor=2"],
+        8,
+        ["fsdp 2 × tensor 2 = 4", "8", "parallel.fsdp to 4"],
+        ["parallel.fsdp=4"],
+    ),
+    "two_open_axes": (
+        ["parallel.data=-1"],
+        8,
+        ["parallel.data and parallel.fsdp are -1"],
+        ["parallel.fsdp=1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_fix(name: str) -> None:
+    overrides, devices, words, _ = REFUSED[name]
+    config = load_config(BASE, overrides)
+    with pytest.raises(ConfigError) as caught:
+        validate(config, devices)
+    for word in words:
+        assert word in str(caught.value)
+    with pytest.raises(ConfigError):
+        validate_for_training(config, devices)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_fix_works(name: str) -> None:
+    overrides, devices, _, fix = REFUSED[name]
+    validate(load_config(BASE, [*overrides, *fix]), devices)
+
+
+@pytest.mark.parametrize(
+    "overrides, devices",
+    [
+        ([], 1),
+        ([], 8),
+        (["parallel.tensor=8"], 8),
+        (["parallel.tensor=2", "parallel.data=2"], 8),
+        (["model.num_query_groups=1", "parallel.tensor=8"], 8),
+        (["model.num_query_groups=null", "parallel.tensor=8"], 8),
+        (["parallel.tensor=2", "parallel.sequence_parallel=false", "data.seq_length=63"], 2),
+        (["train.micro_batch_size=2", "train.num_microbatches=4"], 1),
+        (["train.num_microbatches=4"], 2),
+        (["model.hidden_size=100", "model.kv_channels=8"], 1),
+        (["model.rotary_percent=0.5", "model.kv_channels=4"], 1),
+    ],
+)
+def test_what_works_is_accepted(overrides: list[str], devices: int) -> None:
+    sizes = validate_for_training(load_config(BASE, overrides), devices)
+    product = 1
+    for size in sizes.values():
+        product *= size
+    assert product == devices
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    config = load_config(
+        BASE, ["model.num_query_groups=3", "model.ffn_hidden_size=129", "train.micro_batch_size=3"]
+    )
+    with pytest.raises(ConfigError) as caught:
+        validate(config, 8)
+    message = str(caught.value)
+    assert "num_query_groups" in message
+    assert "micro_batch_size" in message
+    assert len(message.splitlines()) == 2
+
+
+@pytest.mark.parametrize("axis", ["pipeline", "context", "expert"])
+def test_axes_without_training_can_be_shown_but_not_trained(axis: str) -> None:
+    config = load_config(BASE, [f"parallel.{axis}=2"])
+    assert validate(config, 8)[axis] == 2
+    with pytest.raises(ConfigError, match=rf"parallel\.{axis} is 2, .* not available"):
+        validate_for_training(config, 8)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
+    fits = load_config(BASE, ["data.tokenizer=byte"])
+    validate_for_training(fits, 1)
+    config = load_config(BASE, ["data.tokenizer=byte", "model.vocab_size=256"])
+    with pytest.raises(ConfigError, match="has 257 tokens.*set model.vocab_size to 257"):
+        validate_for_training(config, 1)
+
+
+def test_a_missing_tokenizer_is_refused_by_name() -> None:
+    config = load_config(BASE, ["data.tokenizer=/nowhere/tokenizer.json"])
+    with pytest.raises(ConfigError, match="data.tokenizer: .*nowhere"):
+        validate_for_training(config, 1)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_is_valid_on_its_devices(name: str) -> None:
+    config = load_config({"preset": name})
+    parallel = config.parallel
+    shards = parallel.fsdp if parallel.fsdp > 0 else 8
+    validate(config, parallel.tensor * parallel.pipeline * shards)
