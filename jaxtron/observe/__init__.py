@@ -1,0 +1,1 @@
+"""Observation: metrics, rates, memory, log lines, traces and the report page of a run."""

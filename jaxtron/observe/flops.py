@@ -1,0 +1,104 @@
+"""Arithmetic and parameters of a model, in closed form.
+
+Conventions, per token and for forward plus backward (the backward costs twice the forward, a
+multiply-add is two operations, hence the factor 6 per multiply-add of the forward):
+
+* matrix products only; norms, activations, softmax, rotary embedding and embedding look-up are not
+  counted, nor is anything that recomputation repeats;
+* the output layer counts with the padded vocabulary, because that is the product that runs;
+* attention is counted once per query-key pair in each of its two products. The two conventions
+  differ in the pairs alone:
+
+  * **causal**, Megatron-LM's current count: a query meets half of the sequence, ``s / 2`` keys.
+    With a sliding window of ``w < s`` keys it meets ``w - w**2 / (2 s)`` on average, which is the
+    same continuous area (a triangle up to ``w``, then a band) and equals ``s / 2`` at ``w = s``;
+  * **full attention**, the formula of Narayanan et al. 2021 (arXiv:2104.04473) that older published
+    tables use: a query meets all ``s`` keys, whatever mask or window is applied.
+
+Packed documents (``reset_attention_mask``) are counted like one sequence of full length in both.
+"""
+
+from typing import NamedTuple
+
+from jaxtron.models.config import ModelConfig
+
+_FORWARD_BACKWARD = 6
+
+
+class FlopsPerToken(NamedTuple):
+    """Floating-point operations of one token, forward and backward [FLOP]."""
+
+    causal: float
+    full_attention: float
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> FlopsPerToken:
+    """Operations of one token in a sequence of ``seq_length`` tokens, in both conventions.
+
+    Args:
+        model: the architecture.
+        seq_length: tokens in a row of the batch.
+    """
+    query = model.head_dim * model.num_attention_heads
+    key_value = model.head_dim * model.query_groups
+    attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
+    mlp = model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
+    output = model.hidden_size * model.padded_vocab_size
+    products = model.num_layers * (attention + mlp) + output
+
+    def total(keys_per_query: float) -> float:
+        scores_and_values = 2 * query * keys_per_query
+        return _FORWARD_BACKWARD * (products + model.num_layers * scores_and_values)
+
+    return FlopsPerToken(
+        causal=total(mean_causal_keys(seq_length, model.window_size)),
+        full_attention=total(seq_length),
+    )
+
+
+def mean_causal_keys(seq_length: int, window_size: int | None = None) -> float:
+    """Keys that a query meets on average under a causal mask, in the continuous count.
+
+    Args:
+        seq_length: tokens in a row.
+        window_size: keys that a query sees at most, itself included; None: no limit.
+    """
+    if window_size is None or window_size >= seq_length:
+        return seq_length / 2
+    return window_size - window_size**2 / (2 * seq_length)
+
+
+def parameter_count(model: ModelConfig, *, padded_vocab: bool = True) -> int:
+    """Number of parameters of the whole model.
+
+    Args:
+        model: the architecture.
+        padded_vocab: count the vocabulary's rows as stored; False: only those of real tokens, which
+            is what published sizes count.
+    """
+    hidden = model.hidden_size
+    query = model.head_dim * model.num_attention_heads
+    key_value = model.head_dim * model.query_groups
+    vocab = model.padded_vocab_size if padded_vocab else model.vocab_size
+    norm_vectors = 2 if model.normalization == "LayerNorm" else 1
+    halves = 2 if model.gated else 1
+
+    attention = hidden * (query + 2 * key_value) + query * hidden
+    if model.add_bias_linear or model.add_qkv_bias:
+        attention += query + 2 * key_value
+    if model.add_bias_linear:
+        attention += hidden
+    if model.qk_layernorm:
+        attention += 2 * norm_vectors * model.head_dim
+
+    mlp = hidden * model.ffn_hidden_size * (halves + 1)
+    if model.add_bias_linear:
+        mlp += halves * model.ffn_hidden_size + hidden
+
+    layer = attention + mlp + 2 * norm_vectors * hidden
+    embeddings = vocab * hidden
+    if model.untie_embeddings_and_output_weights:
+        embeddings += vocab * hidden
+    if model.position_embedding_type == "learned_absolute":
+        embeddings += model.max_position_embeddings * hidden
+    return model.num_layers * layer + norm_vectors * hidden + embeddings
