@@ -1,0 +1,63 @@
+"""Configuration of a run: how long, how large a batch, how often to evaluate."""
+
+from typing import Literal
+
+from jaxtron.config.fields import key, section
+
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@section
+class TrainConfig:
+    """Length of the run and the cut of the global batch."""
+
+    steps: int = key(help="Optimizer steps of the whole run.", ge=0)
+    global_batch_size: int = key(help="Sequences per optimizer step.", ge=1)
+    micro_batch_size: int | None = key(
+        None, "Sequences per data shard and microbatch; null: from num_microbatches, else 1.", ge=1
+    )
+    num_microbatches: int | None = key(
+        None, "Microbatches per step; give this or micro_batch_size.", ge=1
+    )
+    seed: int = key(1234, "Seed of initial weights, data order and dropout.", ge=0)
+    layer_loop: Literal["auto", "scan", "unroll"] = key(
+        "auto",
+        "Loop over layers: scan compiles fast, unroll runs faster on GPUs (auto: by device).",
+    )
+    recompute: Recompute = key(
+        "none",
+        "Activations computed again in the backward pass: none, selective (attention's core), or "
+        "full (each layer keeps its input only).",
+    )
+    exit_duration_min: float | None = key(
+        None, "Checkpoint and stop cleanly after this long [minutes].", gt=0
+    )
+    exit_interval: int | None = key(
+        None,
+        "Checkpoint and stop after a step divisible by this (the LR plan keeps `steps`).",
+        ge=1,
+    )
+
+
+@section
+class EvalConfig:
+    """Evaluation on the validation split during training."""
+
+    interval: int = key(0, "Steps between evaluations; 0: never.", ge=0)
+    iters: int = key(0, "Global batches per evaluation; 0: skip evaluation.", ge=0)
+
+
+@section
+class LossConfig:
+    """The training objective."""
+
+    reduction: Literal["token", "microbatch"] = key(
+        "token", "Mean over all valid tokens of the step, or Megatron's mean of microbatch means."
+    )
+    z_loss_coeff: float = key(0.0, "Weight of the squared log-partition term.", ge=0)
+    chunk_tokens: int | None = key(
+        None,
+        "Tokens whose logits exist at a time on a device; null: chosen from the vocabulary.",
+        ge=1,
+    )

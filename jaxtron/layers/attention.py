@@ -1,0 +1,68 @@
+"""Self-attention with grouped key/value heads (MHA, GQA, MQA)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.norm import Norm
+from jaxtron.layers.parameter import normal, zeros
+from jaxtron.layers.rope import apply_rotary
+from jaxtron.models.config import ModelConfig
+
+
+class Attention(nnx.Module):
+    """Multi-head attention (Vaswani et al. 2017) with query groups (Ainslie et al. 2023).
+
+    Heads are split over ``tensor``; each device computes the query heads it holds with their
+    key/value heads.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, output_std: float) -> None:
+        self.config = config
+        embed, heads = config.hidden_size, config.num_attention_heads
+        groups, channels, std = config.query_groups, config.head_dim, config.init_method_std
+        self.query = normal(rngs, (embed, heads, channels), ("embed", "heads", "head_dim"), std)
+        self.key_value = normal(
+            rngs, (embed, 2, groups, channels), ("embed", None, "kv_heads", "head_dim"), std
+        )
+        self.output = normal(
+            rngs, (heads, channels, embed), ("heads", "head_dim", "embed"), output_std
+        )
+        if config.add_bias_linear or config.add_qkv_bias:
+            self.query_bias = zeros((heads, channels), ("heads", "head_dim"))
+            self.key_value_bias = zeros((2, groups, channels), (None, "kv_heads", "head_dim"))
+        if config.add_bias_linear:
+            self.output_bias = zeros((embed,), ("embed",))
+        if config.qk_layernorm:
+            self.query_norm = Norm(config, channels, "head_dim")
+            self.key_norm = Norm(config, channels, "head_dim")
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
+        region, groups = inputs.region, self.config.query_groups
+        x = region.gather_sequence(x)
+        query_w = self.query[...]
+        key_value_w = region.own_groups(self.key_value[...], groups, axis=2)
+        heads, own = query_w.shape[1], key_value_w.shape[2]
+        # one matrix product for queries, keys and values
+        fused = jnp.concatenate(
+            [query_w, key_value_w[:, 0], key_value_w[:, 1]], axis=1
+        )  # [embed, heads + 2 groups, head_dim]
+        qkv = jnp.einsum("bsh,hnd->bsnd", x, fused)
+        q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + own], qkv[:, :, heads + own :]
+        if self.config.add_bias_linear or self.config.add_qkv_bias:
+            bias = region.own_groups(self.key_value_bias[...], groups, axis=1).astype(x.dtype)
+            q = q + self.query_bias[...].astype(x.dtype)
+            k, v = k + bias[0], v + bias[1]
+        if self.config.qk_layernorm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        if inputs.rotary is not None:
+            q, k = apply_rotary(q, *inputs.rotary), apply_rotary(k, *inputs.rotary)
+        q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
+        core = checkpoint_name(inputs.attend(q, k, v), "core_attn")
+        y = region.reduce_sequence(jnp.einsum("bsnd,ndh->bsh", core, self.output[...]))
+        if self.config.add_bias_linear:
+            y = y + self.output_bias[...].astype(y.dtype)
+        return y

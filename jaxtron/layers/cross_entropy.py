@@ -1,0 +1,144 @@
+"""Output layer and cross-entropy in one, over a split vocabulary, a chunk of tokens at a time.
+
+Logits of all tokens would be the largest array of the step (8192 tokens x 128k words in fp32: 4 GiB).
+Here a chunk's logits live only while its loss and its gradients are computed: because the loss is the
+end of the objective, the forward pass already knows the gradient, and no logits are kept or computed
+twice. Softmax and loss are fp32.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtron.parallel.region import Region
+
+# fp32 logits of one chunk on one device
+CHUNK_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The output layer's loss.
+
+    Attributes:
+        region: the manual region; the vocabulary is split over ``tensor``.
+        vocab_size: logical vocabulary; later rows of the weight are outside the softmax.
+        z_loss_coeff: weight of ``log(Z)^2`` in the objective (PaLM, arXiv:2204.02311).
+        chunk_tokens: tokens per chunk; None: as many as CHUNK_BYTES holds.
+    """
+
+    region: Region
+    vocab_size: int
+    z_loss_coeff: float = 0.0
+    chunk_tokens: int | None = None
+
+    def __call__(
+        self, x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """This device's pieces of the objective and of the plain loss.
+
+        Args:
+            x: final hidden states ``[tokens, h]``, the same on all members of ``tensor``.
+            weight: output weight ``[vocab/tensor, h]``.
+            labels: ``[tokens]`` ids.
+            token_weights: ``[tokens]`` fp32; 0 takes a token out altogether, whatever its values.
+
+        Returns:
+            ``(objective, loss)``: sums over tokens of weight times cross-entropy, the first with
+            the z-loss; both divided by the members of ``tensor``, so that they add up over devices.
+            Only the first has a derivative.
+        """
+        return _cross_entropy(x, weight, labels, token_weights, self)
+
+    def chunk(self, tokens: int, rows: int) -> int:
+        """Tokens per chunk for ``rows`` local vocabulary rows."""
+        limit = self.chunk_tokens or max(1, CHUNK_BYTES // (4 * rows))
+        chunks = -(-tokens // limit)
+        return -(-tokens // chunks)
+
+
+def _chunks(tokens: int, chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Cut ``[tokens, ...]`` arrays into ``[chunks, chunk, ...]``, padding with zeros."""
+    count = -(-tokens // chunk)
+    pad = count * chunk - tokens
+
+    def cut(a: jax.Array) -> jax.Array:
+        a = jnp.pad(a, [(0, pad)] + [(0, 0)] * (a.ndim - 1)) if pad else a
+        return a.reshape(count, chunk, *a.shape[1:])
+
+    return tuple(cut(a) for a in arrays)
+
+
+def _chunk_loss(
+    ce: CrossEntropy, x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Objective and loss of one chunk, and what its gradient needs."""
+    region, rows = ce.region, weight.shape[0]
+    valid = token_weights > 0
+    x = jnp.where(valid[:, None], x, 0)
+    logits = jnp.einsum("th,vh->tv", x, weight, preferred_element_type=jnp.float32)
+    first = region.index("tensor") * rows
+    column = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    logits = jnp.where(column < ce.vocab_size, logits, -jnp.inf)
+    peak = region.max(jnp.max(logits, axis=-1), ("tensor",))
+    total = region.sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), ("tensor",))
+    log_z = jnp.log(total) + peak
+    hit = column == labels[:, None]
+    target = region.sum(jnp.sum(jnp.where(hit, logits, 0), axis=-1), ("tensor",))
+    nll = jnp.where(valid, log_z - target, 0)
+    z_term = jnp.where(valid, ce.z_loss_coeff * log_z**2, 0)
+    scale = token_weights / region.tensor
+    loss = jnp.sum(nll * scale)
+    return loss + jnp.sum(z_term * scale), loss, (x, logits, log_z, hit, valid)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(
+    x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array, ce: CrossEntropy
+) -> tuple[jax.Array, jax.Array]:
+    tokens = x.shape[0]
+    cut = _chunks(tokens, ce.chunk(tokens, weight.shape[0]), x, labels, token_weights)
+
+    def body(carry: Any, chunk: Any) -> Any:
+        objective, loss, _ = _chunk_loss(ce, chunk[0], weight, chunk[1], chunk[2])
+        return (carry[0] + objective, carry[1] + loss), None
+
+    return lax.scan(body, (jnp.zeros(()), jnp.zeros(())), cut)[0]
+
+
+def _forward(
+    x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array, ce: CrossEntropy
+) -> Any:
+    tokens, h = x.shape
+    cut = _chunks(tokens, ce.chunk(tokens, weight.shape[0]), x, labels, token_weights)
+
+    def body(carry: Any, chunk: Any) -> Any:
+        objective, loss, d_weight = carry
+        x_c, labels_c, weights_c = chunk
+        obj, plain, (x_c, logits, log_z, hit, valid) = _chunk_loss(
+            ce, x_c, weight, labels_c, weights_c
+        )
+        slope = 1 + 2 * ce.z_loss_coeff * log_z
+        d_logits = jnp.exp(logits - log_z[:, None]) * slope[:, None] - hit
+        d_logits = jnp.where(valid[:, None], d_logits * weights_c[:, None], 0).astype(weight.dtype)
+        d_x = jnp.einsum("tv,vh->th", d_logits, weight)
+        d_weight += jnp.einsum("tv,th->vh", d_logits, x_c, preferred_element_type=jnp.float32)
+        return (objective + obj, loss + plain, d_weight), d_x
+
+    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(weight.shape, jnp.float32))
+    (objective, loss, d_weight), d_x = lax.scan(body, start, cut)
+    d_x = d_x.reshape(-1, h)[:tokens]
+    return (objective, loss), (d_x, d_weight.astype(weight.dtype))
+
+
+def _backward(ce: CrossEntropy, residuals: Any, cotangents: Any) -> Any:
+    d_x, d_weight = residuals
+    slope = cotangents[0]
+    return (d_x * slope).astype(d_x.dtype), (d_weight * slope).astype(d_weight.dtype), None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)

@@ -1,0 +1,49 @@
+"""Token and position embeddings, split over the vocabulary."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtron.layers.parameter import normal
+from jaxtron.models.config import ModelConfig
+from jaxtron.parallel.region import Region
+
+
+class Embedding(nnx.Module):
+    """Vocabulary-parallel lookup, plus learned positions when the model has them.
+
+    Rows beyond ``vocab_size`` are padding: zero, never looked up, and outside the softmax.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        std = config.init_method_std
+        self.word = normal(
+            rngs,
+            (config.padded_vocab_size, config.hidden_size),
+            ("vocab", "embed"),
+            std,
+            drawn_rows=config.vocab_size,
+        )
+        self.learned_positions = config.position_embedding_type == "learned_absolute"
+        if self.learned_positions:
+            shape = (config.max_position_embeddings, config.hidden_size)
+            self.position = normal(rngs, shape, ("position", "embed"), std)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
+        """Residual stream ``[b, s/tensor, h]`` of ``tokens [b, s]``.
+
+        Args:
+            tokens: ids below ``vocab_size`` (checked on the host when a batch is made).
+            positions: ``[s]`` or ``[b, s]`` positions within the document.
+            region: the manual region.
+        """
+        word = self.word[...]
+        rows = word.shape[0]
+        local = tokens - region.index("tensor") * rows
+        mine = (local >= 0) & (local < rows)
+        x = jnp.where(mine[..., None], word[jnp.clip(local, 0, rows - 1)], 0)
+        x = region.reduce_sequence(x)
+        if self.learned_positions:
+            own = region.own_sequence(positions, axis=positions.ndim - 1)
+            x = x + self.position[...][own].astype(x.dtype)
+        return x

@@ -1,0 +1,54 @@
+"""The feed-forward block."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.parameter import normal, zeros
+from jaxtron.models.config import ModelConfig
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
+class MLP(nnx.Module):
+    """``down(act(up x))``, or ``down(act(gate x) * up x)`` for gated activations.
+
+    Gated: Shazeer 2020, arXiv:2002.05202. The inner width ``mlp`` is split over ``tensor``.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, output_std: float) -> None:
+        self.config = config
+        embed, inner, parts = config.hidden_size, config.ffn_hidden_size, 1 + config.gated
+        # [:, 0] is the gate of a gated activation, the last the up projection
+        self.up = normal(
+            rngs, (embed, parts, inner), ("embed", None, "mlp"), config.init_method_std
+        )
+        self.down = normal(rngs, (inner, embed), ("mlp", "embed"), output_std)
+        if config.add_bias_linear:
+            self.up_bias = zeros((parts, inner), (None, "mlp"))
+            self.down_bias = zeros((embed,), ("embed",))
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
+        x = inputs.region.gather_sequence(x)
+        u = jnp.einsum("bsh,hcf->bscf", x, self.up[...])
+        if self.config.add_bias_linear:
+            u = u + self.up_bias[...].astype(u.dtype)
+        u = checkpoint_name(u, "mlp_up")
+        act = ACTIVATIONS[self.config.activation]
+        u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
+        y = inputs.region.reduce_sequence(jnp.einsum("bsf,fh->bsh", u, self.down[...]))
+        if self.config.add_bias_linear:
+            y = y + self.down_bias[...].astype(y.dtype)
+        return y

@@ -1,0 +1,31 @@
+"""The pre-norm transformer layer."""
+
+import math
+
+import jax
+from flax import nnx
+
+from jaxtron.layers.attention import Attention
+from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.mlp import MLP
+from jaxtron.layers.norm import Norm
+from jaxtron.models.config import ModelConfig
+
+
+class TransformerLayer(nnx.Module):
+    """``x += attention(norm(x)); x += mlp(norm(x))``.
+
+    Output projections start at ``init_method_std / sqrt(2 num_layers)``, as in GPT-2 and Megatron.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+        self.attention_norm = Norm(config, config.hidden_size)
+        self.attention = Attention(config, rngs, output_std)
+        self.mlp_norm = Norm(config, config.hidden_size)
+        self.mlp = MLP(config, rngs, output_std)
+
+    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Advance the residual stream ``x [b, s/tensor, h]`` by one layer."""
+        x = x + self.attention(self.attention_norm(x), inputs)
+        return x + self.mlp(self.mlp_norm(x), inputs)

@@ -1,0 +1,46 @@
+"""The device mesh: six named axes over all devices of the job."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jaxtron.errors import ConfigError
+from jaxtron.mesh.axes import AXES
+
+log = logging.getLogger(__name__)
+
+
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Arrange devices in a grid with axes ``pipeline, data, fsdp, expert, context, tensor``.
+
+    Devices are ordered by process and then by id, and ``tensor`` is the innermost axis, so that its
+    groups are neighbours on one host whenever the host's device count is a multiple of it.
+
+    Args:
+        sizes: size of every axis; the product is the number of devices used.
+        devices: devices to use; default: all of the job.
+
+    Raises:
+        ConfigError: the product of the sizes is not the number of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    shape = tuple(sizes[a] for a in AXES)
+    if int(np.prod(shape)) != len(devices):
+        raise ConfigError(
+            f"parallel: the mesh {dict(zip(AXES, shape, strict=True))} needs {int(np.prod(shape))} "
+            f"devices, the job has {len(devices)}"
+        )
+    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    grid = np.array(ordered).reshape(shape)
+    crossing = sum(len({d.process_index for d in row}) > 1 for row in grid.reshape(-1, shape[-1]))
+    if crossing:
+        log.warning(
+            "parallel.tensor=%d: %d tensor groups span several processes; tensor-parallel "
+            "collectives will use the network between hosts",
+            sizes["tensor"],
+            crossing,
+        )
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

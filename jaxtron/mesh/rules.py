@@ -1,0 +1,118 @@
+"""Logical-axis rules: the one table that maps names of dimensions to mesh axes.
+
+Modules name the dimensions of their parameters (``embed``, ``heads``, ``mlp``, ``vocab`` …); this
+table says over which mesh axes a dimension of that name is split. ``parallel.rules`` in the
+configuration overrides single rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import PartitionSpec
+
+from jaxtron.nearest import nearest
+from jaxtron.errors import ConfigError
+from jaxtron.mesh.axes import AXES
+
+DEFAULT_RULES: dict[str, tuple[str, ...]] = {
+    # activations
+    "batch": ("data", "fsdp", "expert"),
+    "sequence": ("context",),
+    # state that only data parallelism would replicate (ZeRO)
+    "zero": ("fsdp", "expert", "context"),
+    # parameters
+    "layers": (),
+    "vocab": ("tensor",),
+    "position": (),
+    "embed": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+}
+
+# A dimension with one of these names may be smaller than its mesh axes: it is then replicated over
+# them (each device uses the part it needs), provided the axes' size is a multiple of it.
+REPLICATED_WHEN_SMALLER = frozenset({"kv_heads"})
+
+
+@dataclass(frozen=True)
+class LogicalRules:
+    """The table, with the sizes of the mesh axes it refers to."""
+
+    table: Mapping[str, tuple[str, ...]]
+    sizes: Mapping[str, int]
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """Mesh axes of size > 1 over which the logical axis ``name`` is split."""
+        return tuple(a for a in self.table[name] if self.sizes[a] > 1)
+
+    def size(self, name: str) -> int:
+        """Number of parts into which the logical axis ``name`` is split."""
+        total = 1
+        for axis in self.axes(name):
+            total *= self.sizes[axis]
+        return total
+
+    def spec(
+        self, logical: Sequence[str | None], shape: Sequence[int], where: str = "array"
+    ) -> PartitionSpec:
+        """PartitionSpec of an array whose dimensions carry the logical names ``logical``.
+
+        Args:
+            logical: one name (or None: never split) per dimension.
+            shape: sizes of the dimensions.
+            where: name of the array for messages.
+
+        Raises:
+            ConfigError: a rule does not divide the dimension, or two dimensions of the array use
+                the same mesh axis.
+        """
+        entries: list[tuple[str, ...] | None] = []
+        used: dict[str, str] = {}
+        for name, dim in zip(logical, shape, strict=True):
+            axes = self.axes(name) if name else ()
+            parts = self.size(name) if name else 1
+            if name in REPLICATED_WHEN_SMALLER and dim < parts and parts % dim == 0:
+                axes, parts = (), 1
+            if dim % parts:
+                raise ConfigError(
+                    f"{where}: dimension {name!r} of size {dim} cannot be split in {parts} parts "
+                    f"(rule {name} -> {', '.join(axes)}); choose sizes of these mesh axes whose "
+                    f"product divides {dim}, or override parallel.rules.{name}"
+                )
+            for axis in axes:
+                if axis in used:
+                    raise ConfigError(
+                        f"{where}: mesh axis {axis!r} would split both {used[axis]!r} and {name!r}; "
+                        f"change parallel.rules.{used[axis]} or parallel.rules.{name}"
+                    )
+                used[axis] = str(name)
+            entries.append(axes or None)
+        return PartitionSpec(*entries)
+
+
+def make_rules(
+    overrides: Mapping[str, str | Sequence[str] | None], sizes: Mapping[str, int]
+) -> LogicalRules:
+    """The default table with the rows of ``parallel.rules`` replaced.
+
+    Raises:
+        ConfigError: an override names an unknown logical axis or mesh axis, or an axis twice.
+    """
+    table = dict(DEFAULT_RULES)
+    for name, value in overrides.items():
+        if name not in table:
+            raise ConfigError(
+                f"parallel.rules.{name}: no such logical axis; {nearest(name, table)}"
+            )
+        axes = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+        for axis in axes:
+            if axis not in AXES:
+                raise ConfigError(
+                    f"parallel.rules.{name}: no mesh axis {axis!r}; {nearest(axis, AXES)}"
+                )
+        if len(set(axes)) != len(axes):
+            raise ConfigError(f"parallel.rules.{name}: a mesh axis stands twice in {list(axes)}")
+        table[name] = axes
+    return LogicalRules(table, dict(sizes))

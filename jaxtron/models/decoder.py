@@ -1,0 +1,155 @@
+"""The decoder-only transformer: GPT-2 to Llama 3."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxtron.config.run import Recompute
+from jaxtron.layers.embedding import Embedding
+from jaxtron.layers.inputs import Attend, LayerInputs
+from jaxtron.layers.norm import Norm
+from jaxtron.layers.parameter import normal
+from jaxtron.layers.remat import remat_layer
+from jaxtron.layers.rope import rotary_tables
+from jaxtron.layers.transformer_layer import TransformerLayer
+from jaxtron.models.config import ModelConfig
+from jaxtron.parallel.region import Region
+
+Params = dict[str, Any]
+Fetch = Callable[[str, Params], Params]
+
+
+class Output(nnx.Module):
+    """Weight of an untied output layer, vocabulary first like the embedding's."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self.weight = normal(
+            rngs,
+            (config.padded_vocab_size, config.hidden_size),
+            ("vocab", "embed"),
+            config.init_method_std,
+            drawn_rows=config.vocab_size,
+        )
+
+
+class Decoder:
+    """Embedding, a stack of layers, final norm and output layer.
+
+    Parameters are a nested dict with the parts ``embedding, layers, final_norm`` and, when untied,
+    ``output``; ``layers`` leaves hold all layers in their first dimension. The methods that compute
+    run inside the manual region, on local shards.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._build: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
+            "embedding": lambda rngs: Embedding(config, rngs),
+            "layers": lambda rngs: TransformerLayer(config, rngs),
+            "final_norm": lambda rngs: Norm(config, config.hidden_size),
+        }
+        if config.untie_embeddings_and_output_weights:
+            self._build["output"] = lambda rngs: Output(config, rngs)
+        self._graphs: dict[str, Any] = {}
+        self.shapes: Params = {}
+        self.logical: Params = {}
+        for part, build in self._build.items():
+            abstract = nnx.eval_shape(lambda build=build: build(nnx.Rngs(params=0)))
+            self._graphs[part], state = nnx.split(abstract, nnx.Param)
+            stack = part == "layers"
+            self.shapes[part] = jax.tree.map(
+                lambda s, stack=stack: jax.ShapeDtypeStruct(
+                    (config.num_layers, *s.shape) if stack else s.shape, s.dtype
+                ),
+                nnx.to_pure_dict(state),
+            )
+            names: Params = {}
+            for path, variable in nnx.to_flat_state(state):
+                node = names
+                for entry in path[:-1]:
+                    node = node.setdefault(entry, {})
+                logical = tuple(variable.get_metadata("logical"))
+                node[path[-1]] = ("layers", *logical) if stack else logical
+            self.logical[part] = names
+
+    def init(self, key: jax.Array) -> Params:
+        """Initial parameters; they depend on ``key`` and the model's shape alone.
+
+        Layer i draws from ``fold_in(key of layers, i)``, so that its weights do not depend on where
+        it is placed or how many layers there are around it.
+        """
+
+        def part(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))
+
+        keys = dict(zip(sorted(self._build), jax.random.split(key, 4), strict=False))
+        params = {}
+        for name, build in self._build.items():
+            if name == "layers":
+                layer_keys = jax.vmap(jax.random.fold_in, (None, 0))(
+                    keys[name], jnp.arange(self.config.num_layers)
+                )
+                params[name] = jax.vmap(lambda k, build=build: part(build, k))(layer_keys)
+            else:
+                params[name] = part(build, keys[name])
+        return params
+
+    def hidden(
+        self,
+        params: Params,
+        fetch: Fetch,
+        tokens: jax.Array,
+        positions: jax.Array,
+        region: Region,
+        attend: Attend,
+        *,
+        recompute: Recompute = "none",
+        drop_gathered: bool = False,
+    ) -> jax.Array:
+        """Final normalised hidden states ``[b, s, h]`` of ``tokens [b, s]``.
+
+        Args:
+            params: parts as copied for compute; ``layers`` is a list of one dict a layer (the loop
+                is unrolled) or one dict of stacked leaves (the loop is a scan).
+            fetch: ``(part, weights) -> weights`` as layers use them; gathers under ZeRO-3.
+            tokens: ids.
+            positions: ``[s]`` or ``[b, s]``.
+            region: the manual region.
+            attend: the attention kernel.
+            recompute: ``train.recompute``.
+            drop_gathered: gather weights again in the backward pass.
+        """
+        config = self.config
+        embedding = nnx.merge(self._graphs["embedding"], fetch("embedding", params["embedding"]))
+        x = embedding(tokens, positions, region)
+        rotary = (
+            rotary_tables(config, positions) if config.position_embedding_type == "rope" else None
+        )
+        inputs = LayerInputs(
+            region=region,
+            attend=jax.checkpoint(attend) if recompute == "selective" else attend,
+            rotary=rotary,
+        )
+        layers = params["layers"]
+        scanned = isinstance(layers, dict)
+
+        def layer(x: jax.Array, weights: Params) -> jax.Array:
+            return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs)
+
+        layer = remat_layer(layer, recompute, drop_gathered=drop_gathered, in_scan=scanned)
+        if scanned:
+            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, layers)
+        else:
+            for weights in layers:
+                x = layer(x, weights)
+        norm = nnx.merge(self._graphs["final_norm"], fetch("final_norm", params["final_norm"]))
+        return region.gather_sequence(norm(x))
+
+    def output_weight(self, params: Params, fetch: Fetch) -> jax.Array:
+        """Weight of the output layer ``[vocab/tensor, h]``: its own, or the embedding's."""
+        if self.config.untie_embeddings_and_output_weights:
+            return fetch("output", params["output"])["weight"]
+        return fetch("embedding", params["embedding"])["word"]

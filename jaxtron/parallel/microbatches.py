@@ -1,0 +1,135 @@
+"""Loss and gradients of a step's microbatches, inside the manual region."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtron.parallel.config import DataSharding
+from jaxtron.parallel.data_sharding import (
+    fetch_weight,
+    gather_copy,
+    scatter_gradient,
+    sum_gradient,
+)
+from jaxtron.parallel.param_layout import ParamLayout, is_layout
+from jaxtron.parallel.region import Region
+
+Params = dict[str, Any]
+# (copies, microbatch) -> (piece of the objective, pieces to report)
+Objective = Callable[[Params, Any], tuple[jax.Array, Any]]
+
+
+def _map(f: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
+    return jax.tree.map(f, layouts, *trees, is_leaf=is_layout)
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """How parameters become copies for compute and gradients become stored shards.
+
+    Attributes:
+        layouts: a :class:`ParamLayout` per parameter, parts at the top.
+        region: the manual region.
+        data_sharding: ``parallel.data_sharding``.
+        reduce_dtype: dtype of gradient sums over devices.
+        unroll: whether the layer loop is unrolled; copies then hold a list of layers.
+    """
+
+    layouts: Params
+    region: Region
+    data_sharding: DataSharding
+    reduce_dtype: Any
+    unroll: bool
+
+    @property
+    def gathers_in_layer(self) -> bool:
+        """Whether weights are gathered where they are used (ZeRO-3)."""
+        return self.data_sharding == "optim_grads_params"
+
+    def _listed(self, tree: Params) -> Params:
+        """Stacked layers as a list of layers, when the loop is unrolled."""
+        if not self.unroll:
+            return tree
+        count = jax.tree.leaves(tree["layers"])[0].shape[0]
+        layers = [jax.tree.map(lambda a, i=i: a[i], tree["layers"]) for i in range(count)]
+        return {**tree, "layers": layers}
+
+    def _listed_layouts(self, count: int) -> Params:
+        if not self.unroll:
+            return self.layouts
+        layer = _map(ParamLayout.unstacked, self.layouts["layers"])
+        return {**self.layouts, "layers": [layer] * count}
+
+    def copies(self, params: Params) -> Params:
+        """What layers read: gathered copies, or under ZeRO-3 the stored shards."""
+        listed = self._listed(params)
+        if self.gathers_in_layer:
+            return listed
+        layouts = self._listed_layouts(len(listed["layers"]))
+        return _map(lambda lay, w: gather_copy(w, lay), layouts, listed)
+
+    def fetch(self, part: str, weights: Params) -> Params:
+        """Weights of ``part`` as a layer uses them; see :class:`jaxtron.models.decoder.Decoder`."""
+        if not self.gathers_in_layer:
+            return weights
+        layouts = self.layouts[part]
+        if part == "layers":
+            layouts = _map(ParamLayout.unstacked, layouts)
+        return _map(lambda lay, w: fetch_weight(w, lay, self.reduce_dtype), layouts, weights)
+
+    def value_and_gradients(
+        self, objective: Objective, params: Params, microbatches: Any
+    ) -> tuple[Any, Params]:
+        """Sum over microbatches of the reported pieces, and the reduced gradients.
+
+        Args:
+            objective: piece of the objective of one microbatch.
+            params: stored shards.
+            microbatches: arrays with a leading microbatch axis.
+
+        Returns:
+            ``(reports, gradients)``: reports summed over microbatches, not over devices; gradients
+            as stored shards, fp32, summed over all devices.
+        """
+        copies = self.copies(params)
+        layouts = self._listed_layouts(len(copies["layers"]))
+        each_microbatch = self.data_sharding == "optim_grads"
+        gradient = jax.grad(objective, has_aux=True)
+
+        def scatter(g: Params) -> Params:
+            if self.gathers_in_layer:
+                return jax.tree.map(lambda a: a.astype(jnp.float32), g)
+            return _map(lambda lay, a: scatter_gradient(a, lay, self.reduce_dtype), layouts, g)
+
+        def one(microbatch: Any) -> tuple[Params, Any]:
+            g, reports = gradient(copies, microbatch)
+            if each_microbatch or self.gathers_in_layer:
+                g = scatter(g)
+            return g, reports
+
+        count = jax.tree.leaves(microbatches)[0].shape[0]
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        if count == 1:
+            grads, reports = one(first)
+        else:
+            shapes = jax.eval_shape(one, first)
+            start = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
+
+            def body(total: Any, microbatch: Any) -> Any:
+                add = lambda t, v: t + v.astype(jnp.float32)  # noqa: E731
+                return jax.tree.map(add, total, one(microbatch)), None
+
+            (grads, reports), _ = lax.scan(body, start, microbatches)
+        if not (each_microbatch or self.gathers_in_layer):
+            grads = scatter(grads)
+        grads = _map(
+            lambda lay, g: sum_gradient(g, lay, self.region, self.reduce_dtype), layouts, grads
+        )
+        if self.unroll:
+            stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
+            grads = {**grads, "layers": stacked}
+        return reports, grads

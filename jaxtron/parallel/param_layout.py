@@ -1,0 +1,140 @@
+"""How each parameter lies on the mesh: stored shards, and the copy that layers compute with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxtron.mesh.axes import AXES
+from jaxtron.mesh.rules import LogicalRules
+from jaxtron.parallel.config import DataSharding
+
+
+@dataclass(frozen=True)
+class ParamLayout:
+    """Placement of one parameter.
+
+    Attributes:
+        name: path of the leaf, ``layers/attention/query``.
+        logical: names of the dimensions; the first is ``layers`` for a stacked leaf.
+        shape: global shape, the same on every mesh.
+        model_axes: per dimension, the mesh axes that split it in the copy layers compute with.
+        zero_axes: mesh axes that split the stored parameter further (ZeRO).
+        zero_dim: the dimension they split.
+        compute_dtype: dtype of the copy.
+    """
+
+    name: str
+    logical: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    model_axes: tuple[tuple[str, ...], ...]
+    zero_axes: tuple[str, ...]
+    zero_dim: int
+    compute_dtype: Any
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the leaf holds all layers, in its first dimension."""
+        return bool(self.logical) and self.logical[0] == "layers"
+
+    @property
+    def stored_spec(self) -> PartitionSpec:
+        """Sharding of master weight, optimizer state and reduced gradient."""
+        entries = list(self.model_axes)
+        if self.zero_axes:
+            entries[self.zero_dim] = entries[self.zero_dim] + self.zero_axes
+        return PartitionSpec(*(e or None for e in entries))
+
+    @property
+    def replicated_axes(self) -> tuple[str, ...]:
+        """Mesh axes over which the stored parameter is replicated."""
+        used = {a for axes in self.model_axes for a in axes} | set(self.zero_axes)
+        return tuple(a for a in AXES if a not in used)
+
+    def unstacked(self) -> "ParamLayout":
+        """Layout of one layer's slice of a stacked leaf."""
+        return replace(
+            self,
+            logical=self.logical[1:],
+            shape=self.shape[1:],
+            model_axes=self.model_axes[1:],
+            zero_dim=self.zero_dim - 1,
+        )
+
+
+def is_vector(name: str, logical: Sequence[str | None]) -> bool:
+    """Whether a parameter is a bias or has one dimension, apart from the stacked layers."""
+    return name.endswith("bias") or sum(n != "layers" for n in logical) < 2
+
+
+def _zero_dim(
+    logical: Sequence[str | None],
+    shape: Sequence[int],
+    model_axes: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+    parts: int,
+) -> int | None:
+    """First dimension whose local size divides in ``parts``: gathering it needs no transpose."""
+    for dim, (name, size, axes) in enumerate(zip(logical, shape, model_axes, strict=True)):
+        local = size // int(np.prod([sizes[a] for a in axes], initial=1))
+        if name != "layers" and local % parts == 0:
+            return dim
+    return None
+
+
+def param_layouts(
+    shapes: Any,
+    logical: Any,
+    rules: LogicalRules,
+    data_sharding: DataSharding,
+    compute_dtype: Any,
+) -> Any:
+    """Layout of every parameter.
+
+    Vectors (norm weights, biases) stay whole on every data shard and in fp32: sharding them would
+    add a collective per vector and save nothing. A matrix whose dimensions the ``zero`` axes do not
+    divide stays whole too; ``python -m jaxtron.mesh`` shows which.
+
+    Args:
+        shapes: pytree (nested dicts) of ``jax.ShapeDtypeStruct``.
+        logical: the same tree with a tuple of dimension names per leaf.
+        rules: the logical-axis table.
+        data_sharding: ``parallel.data_sharding``.
+        compute_dtype: dtype in which matrices enter matrix products.
+
+    Returns:
+        The same tree with a :class:`ParamLayout` per leaf.
+    """
+    zero_axes = rules.axes("zero") if data_sharding != "no_shard" else ()
+    parts = int(np.prod([rules.sizes[a] for a in zero_axes], initial=1))
+
+    def layout(path: Any, shape: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> ParamLayout:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        spec = rules.spec(names, shape.shape, name)
+        axes = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in spec)
+        matrix = not is_vector(name, names)
+        free = tuple(a for a in zero_axes if all(a not in e for e in axes)) if matrix else ()
+        split = parts if free == zero_axes else int(np.prod([rules.sizes[a] for a in free], initial=1))
+        dim = _zero_dim(names, shape.shape, axes, rules.sizes, split) if free else None
+        return ParamLayout(
+            name=name,
+            logical=tuple(names),
+            shape=tuple(shape.shape),
+            model_axes=axes,
+            zero_axes=free if dim is not None else (),
+            zero_dim=dim if dim is not None else 0,
+            compute_dtype=compute_dtype if matrix else jnp.float32,
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        layout, shapes, logical, is_leaf=lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
+
+
+def is_layout(leaf: Any) -> bool:
+    """Whether ``leaf`` is a :class:`ParamLayout` (for ``is_leaf`` of tree functions)."""
+    return isinstance(leaf, ParamLayout)

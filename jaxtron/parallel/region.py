@@ -1,0 +1,89 @@
+"""The manual region: what one device knows of the mesh, and the verbs layers use.
+
+The loss and its gradients are computed in one ``jax.shard_map`` that is manual over every mesh axis.
+There, each device computes a *piece* of the objective such that the sum of the pieces over all
+devices is the loss: a value that several devices hold alike is divided by their number. Then the
+transpose of every collective below is exact, and a parameter's gradient is the sum over the axes on
+which the parameter is replicated (``data_sharding.py``).
+
+Between blocks the residual stream is ``[batch, sequence, embed]``. With sequence parallelism its
+sequence is split over ``tensor`` (Korthikanti et al. 2022, arXiv:2205.05198), otherwise every member
+of a tensor group holds it whole.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclass(frozen=True)
+class Region:
+    """Sizes of the mesh axes, and whether the residual stream is split over ``tensor``."""
+
+    sizes: Mapping[str, int]
+    sequence_parallel: bool
+
+    @property
+    def tensor(self) -> int:
+        """Size of the tensor axis."""
+        return self.sizes["tensor"]
+
+    def index(self, axis: str) -> jax.Array | int:
+        """This device's position on ``axis``."""
+        return lax.axis_index(axis) if self.sizes[axis] > 1 else 0
+
+    def live(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``axes`` that have more than one member."""
+        return tuple(a for a in axes if self.sizes[a] > 1)
+
+    def sum(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Sum over the members of ``axes``; no operation when there is one member."""
+        live = self.live(axes)
+        return lax.psum(x, live) if live else x
+
+    def max(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
+        """Maximum over the members of ``axes``; has no derivative."""
+        live = self.live(axes)
+        return lax.pmax(lax.stop_gradient(x), live) if live else lax.stop_gradient(x)
+
+    def gather_sequence(self, x: jax.Array) -> jax.Array:
+        """Enter a tensor-parallel block: ``[b, s/tensor, ...] -> [b, s, ...]``.
+
+        Without sequence parallelism the stream is whole already.
+        """
+        if not self.sequence_parallel:
+            return x
+        return lax.all_gather(x, "tensor", axis=1, tiled=True)
+
+    def reduce_sequence(self, x: jax.Array) -> jax.Array:
+        """Leave a tensor-parallel block: sum partial ``[b, s, ...]`` over ``tensor``.
+
+        The result is the residual stream's form: ``[b, s/tensor, ...]`` with sequence parallelism,
+        ``[b, s, ...]`` without.
+        """
+        if self.tensor == 1:
+            return x
+        if not self.sequence_parallel:
+            return lax.psum(x, "tensor")
+        return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+
+    def own_sequence(self, x: jax.Array, axis: int) -> jax.Array:
+        """The part of a whole-sequence array that matches this device's residual stream."""
+        if not self.sequence_parallel:
+            return x
+        part = x.shape[axis] // self.tensor
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("tensor") * part, part, axis)
+
+    def own_groups(self, x: jax.Array, groups: int, axis: int) -> jax.Array:
+        """This device's key/value heads out of a weight that holds ``x.shape[axis]`` of them.
+
+        A weight split over ``tensor`` holds the right ones already. Fewer groups than members are
+        replicated; each member then uses the one group its query heads belong to.
+        """
+        if x.shape[axis] < groups or groups >= self.tensor:
+            return x
+        start = jnp.asarray(lax.axis_index("tensor") * groups // self.tensor)
+        return lax.dynamic_slice_in_dim(x, start, 1, axis)

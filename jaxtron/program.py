@@ -1,0 +1,308 @@
+"""The compiled training program: a model on a mesh, its state, and the functions that advance it.
+
+This is the public way to train without the Trainer (``scripts/custom_loop.py``)::
+
+    program = Program(load_config("configs/tiny.yaml"))
+    state = program.init_state()
+    state, metrics = program.train_step(state, program.place(rows))
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtron.config.batch import batch_layout
+from jaxtron.config.config import Config
+from jaxtron.config.validate import validate_for_training
+from jaxtron.kernels.attention import AttentionSpec, choose_backend, dot_product_attention
+from jaxtron.layers.cross_entropy import CrossEntropy
+from jaxtron.mesh.axes import AXES, resolve_axes
+from jaxtron.mesh.mesh import make_mesh
+from jaxtron.mesh.rules import make_rules
+from jaxtron.models.decoder import Decoder
+from jaxtron.optim.clip import clip_by_global_norm
+from jaxtron.optim.optimizer import make_optimizer
+from jaxtron.optim.schedule import learning_rate
+from jaxtron.parallel.batch import batch_placement
+from jaxtron.parallel.microbatches import GradientPlan
+from jaxtron.parallel.param_layout import is_layout, param_layouts
+from jaxtron.parallel.region import Region
+from jaxtron.parallel.state_sharding import optimizer_state_shardings
+
+DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+State = dict[str, Any]
+
+
+class Program:
+    """A model, its mesh, and compiled functions over its state.
+
+    The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32) and
+    ``updates`` (optimizer updates applied; a step without a valid token applies none).
+
+    Args:
+        config: the configuration; refused before anything is compiled when it cannot work.
+        devices: devices to use; default: all of the job.
+
+    Raises:
+        ConfigError: a combination that cannot work, with the fix.
+    """
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        devices = list(jax.devices() if devices is None else devices)
+        self.config = config
+        self.sizes = resolve_axes(config.parallel, len(devices))
+        validate_for_training(config, len(devices))
+        self.mesh = make_mesh(self.sizes, devices)
+        self.rules = make_rules(config.parallel.rules, self.sizes)
+        self.model = Decoder(config.model)
+        self.batch_layout = batch_layout(config, self.sizes)
+        platform = devices[0].platform
+        loop = config.train.layer_loop
+        unroll = loop == "unroll" or (loop == "auto" and platform != "cpu")
+        parallel, precision = config.parallel, config.precision
+        sequence_parallel = parallel.sequence_parallel
+        if sequence_parallel is None:
+            sequence_parallel = self.sizes["tensor"] > 1
+        self.region = Region(self.sizes, sequence_parallel)
+        self.layouts = param_layouts(
+            self.model.shapes,
+            self.model.logical,
+            self.rules,
+            parallel.data_sharding,
+            DTYPES[precision.compute],
+        )
+        self.plan = GradientPlan(
+            layouts=self.layouts,
+            region=self.region,
+            data_sharding=parallel.data_sharding,
+            reduce_dtype=DTYPES[precision.grad_reduce],
+            unroll=unroll,
+        )
+        self.attention_backend = choose_backend(
+            config.model.attention_backend,
+            AttentionSpec(
+                seq_length=config.data.seq_length,
+                head_dim=config.model.head_dim,
+                dtype=DTYPES[precision.compute],
+                causal=True,
+                window=config.model.window_size,
+                segments=config.data.reset_attention_mask,
+            ),
+            platform,
+        )
+        self.optimizer = make_optimizer(
+            config.optimizer, total_steps=config.train.steps, logical_axes=self.model.logical
+        )
+        self.schedule = learning_rate(config.optimizer, config.train.steps)
+        self.specs = jax.tree.map(lambda lay: lay.stored_spec, self.layouts, is_leaf=is_layout)
+        param_shardings = jax.tree.map(
+            lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
+        )
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        abstract_opt = jax.eval_shape(self.optimizer.init, self.model.shapes)
+        self.state_shardings: State = {
+            "params": param_shardings,
+            "opt_state": optimizer_state_shardings(
+                abstract_opt, self.model.shapes, param_shardings
+            ),
+            "step": self.replicated,
+            "updates": self.replicated,
+        }
+        self.placement = batch_placement(
+            self.mesh,
+            self.rules,
+            self.batch_layout.num_microbatches,
+            self.batch_layout.rows_per_microbatch,
+        )
+        self.train_step = jax.jit(
+            self._train_step,
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, self.replicated),
+        )
+        self.eval_step = jax.jit(self._eval_step, out_shardings=self.replicated)
+        self.next_token_logits = jax.jit(self._next_token_logits, out_shardings=self.replicated)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def _init_state(self, seed: jax.Array) -> State:
+        params = self.model.init(jax.random.key(seed))
+        zero = jnp.zeros((), jnp.int32)
+        return {
+            "params": params,
+            "opt_state": self.optimizer.init(params),
+            "step": zero,
+            "updates": zero,
+        }
+
+    def init_state(self) -> State:
+        """Initial state from ``train.seed``: bitwise the same on every mesh."""
+        init = jax.jit(self._init_state, out_shardings=self.state_shardings)
+        return init(self.config.train.seed)
+
+    def abstract_state(self) -> State:
+        """Shapes, dtypes and shardings of the state, for restoring a checkpoint."""
+        shapes = jax.eval_shape(self._init_state, 0)
+        return jax.tree.map(
+            lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh),
+            shapes,
+            self.state_shardings,
+        )
+
+    # -- batches -------------------------------------------------------------------------------
+
+    def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Put this process's rows (``self.placement.rows``) of a global batch on its devices."""
+        return self.placement.place(batch)
+
+    # -- the step ------------------------------------------------------------------------------
+
+    def _manual(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def _hidden(self, copies: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+        config, tokens = self.config, batch["tokens"]
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        attend = functools.partial(
+            dot_product_attention,
+            scale=1 / math.sqrt(config.model.head_dim),
+            causal=True,
+            window=config.model.window_size,
+            segment_ids=batch.get("segment_ids"),
+            backend=self.attention_backend,
+        )
+        return self.model.hidden(
+            copies,
+            self.plan.fetch,
+            tokens,
+            positions,
+            self.region,
+            attend,
+            recompute=config.train.recompute,
+            drop_gathered=self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
+        )
+
+    def _objective(self, copies: Any, batch: Mapping[str, jax.Array]) -> Any:
+        """Pieces of one microbatch's objective and plain loss."""
+        x = self._hidden(copies, batch)
+        cross_entropy = CrossEntropy(
+            region=self.region,
+            vocab_size=self.config.model.vocab_size,
+            z_loss_coeff=self.config.loss.z_loss_coeff,
+            chunk_tokens=self.config.loss.chunk_tokens,
+        )
+        return cross_entropy(
+            x.reshape(-1, x.shape[-1]),
+            self.model.output_weight(copies, self.plan.fetch),
+            batch["labels"].reshape(-1),
+            batch["token_weights"].reshape(-1),
+        )
+
+    def _batch_axes(self) -> tuple[str, ...]:
+        return (*self.rules.axes("batch"), *self.rules.axes("sequence"))
+
+    def _token_weights(self, loss_mask: jax.Array) -> jax.Array:
+        """Weight of every token ``[microbatch, row, seq]`` in the objective."""
+        axes = self._batch_axes()
+        if self.config.loss.reduction == "token":
+            return loss_mask / jnp.maximum(self.region.sum(jnp.sum(loss_mask), axes), 1)
+        totals = self.region.sum(jnp.sum(loss_mask, axis=(1, 2), keepdims=True), axes)
+        return loss_mask / (jnp.maximum(totals, 1) * loss_mask.shape[0])
+
+    def _count(self, loss_mask: jax.Array) -> jax.Array:
+        return self.region.sum(jnp.sum(loss_mask > 0, dtype=jnp.int32), self._batch_axes())
+
+    def _loss_and_gradients(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
+        """Local view: loss and token count (alike everywhere), gradients as stored shards."""
+        weights = self._token_weights(batch["loss_mask"])
+        loss, grads = self.plan.value_and_gradients(
+            self._objective, params, {**batch, "token_weights": weights}
+        )
+        return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads
+
+    def loss_and_gradients(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
+        """Loss, number of valid tokens, and gradients of a global batch (traceable)."""
+        batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
+        function = self._manual(
+            self._loss_and_gradients,
+            (self.specs, batch_specs),
+            (PartitionSpec(), PartitionSpec(), self.specs),
+        )
+        return function(params, batch)
+
+    def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
+        params = state["params"]
+        loss, tokens, grads = self.loss_and_gradients(params, batch)
+        grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
+        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+        applies = tokens > 0
+
+        def keep(new: Any, old: Any) -> Any:
+            return jax.tree.map(functools.partial(jnp.where, applies), new, old)
+
+        metrics = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": self.schedule(state["updates"]),
+            "tokens": tokens,
+            "skipped": jnp.int32(1) - applies,
+        }
+        new_state = {
+            "params": keep(jax.tree.map(jnp.add, params, updates), params),
+            "opt_state": keep(opt_state, state["opt_state"]),
+            "step": state["step"] + 1,
+            "updates": state["updates"] + applies,
+        }
+        return new_state, metrics
+
+    # -- evaluation and inference --------------------------------------------------------------
+
+    def _eval_step(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
+        """Sum of the loss over the batch's valid tokens, and their number."""
+
+        def local(params: Any, batch: Mapping[str, jax.Array]) -> Any:
+            copies = self.plan.copies(params)
+            batch = {**batch, "token_weights": batch["loss_mask"]}
+
+            def body(total: jax.Array, microbatch: Any) -> Any:
+                return total + self._objective(copies, microbatch)[1], None
+
+            loss, _ = lax.scan(body, jnp.zeros(()), batch)
+            return self.region.sum(loss, AXES), self._count(batch["loss_mask"])
+
+        batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
+        function = self._manual(
+            local, (self.specs, batch_specs), (PartitionSpec(), PartitionSpec())
+        )
+        return function(params, batch)
+
+    def _next_token_logits(self, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+        """fp32 logits ``[b, vocab_size]`` of the token after position ``last [b]``.
+
+        ``tokens [b, s]`` are the same on every device.
+        """
+
+        def local(params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
+            copies = self.plan.copies(params)
+            x = self._hidden(copies, {"tokens": tokens})
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+            weight = self.model.output_weight(copies, self.plan.fetch)
+            return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
+
+        vocab = self.rules.axes("vocab") or None
+        function = self._manual(
+            local,
+            (self.specs, PartitionSpec(), PartitionSpec()),
+            PartitionSpec(None, vocab),
+        )
+        return function(params, tokens, last)[:, : self.config.model.vocab_size]

@@ -1,0 +1,152 @@
+"""Parity between a mesh and one device: the central test of the project.
+
+An arm builds the same model from the same seed on some mesh, runs the same global batches and
+compares loss, every gradient leaf, gradient norm and the state after three SGD steps with a run on
+one device. SGD, because Adam hides a constant factor on gradients.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtron.config.load import load_config
+from jaxtron.program import Program
+
+# T-DENSE of the acceptance cases
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 128,
+    "vocab_size": 100,
+    "make_vocab_size_divisible_by": 8,
+    "max_position_embeddings": 16,
+}
+SEQ, BATCH = 16, 32
+
+
+def make_config(model: dict | None = None, parallel: dict | None = None, **sections: dict) -> Any:
+    """A T-DENSE training configuration with overrides per section."""
+    raw = {
+        "model": {**MODEL, **(model or {})},
+        "parallel": {"fsdp": 1, **(parallel or {})},
+        "data": {"source": "synthetic", "seq_length": SEQ, **sections.pop("data", {})},
+        "train": {
+            "steps": 3,
+            "global_batch_size": BATCH,
+            "num_microbatches": 1,
+            "layer_loop": "scan",
+            **sections.pop("train", {}),
+        },
+        "optimizer": {
+            "name": "sgd",
+            "lr": 0.1,
+            "min_lr": 0.1,
+            "lr_decay_style": "constant",
+            "weight_decay": 0.0,
+            "clip_grad": 0.0,
+            **sections.pop("optimizer", {}),
+        },
+        "precision": {"compute": "fp32", **sections.pop("precision", {})},
+        **sections,
+    }
+    return load_config(raw, [])
+
+
+def make_batch(config: Any, step: int = 0, ragged: bool = True) -> dict[str, np.ndarray]:
+    """Random rows; ``ragged`` masks a different share of each row, one row wholly."""
+    rng = np.random.default_rng(100 + step)
+    shape = (config.train.global_batch_size, config.data.seq_length)
+    tokens = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    labels = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
+    mask = np.ones(shape, np.float32)
+    if ragged:
+        mask = (rng.random(shape) < rng.random((shape[0], 1))).astype(np.float32)
+        mask[1] = 0
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": mask}
+    if config.data.reset_attention_mask:
+        cuts = rng.random(shape) < 0.2
+        batch["segment_ids"] = np.cumsum(cuts, axis=1).astype(np.int32)
+    if config.data.reset_position_ids:
+        start = np.maximum.accumulate(
+            np.where(rng.random(shape) < 0.2, np.arange(shape[1]), 0), axis=1
+        )
+        batch["position_ids"] = (np.arange(shape[1]) - start).astype(np.int32)
+    return batch
+
+
+def rows_of(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    """The batch on the program's devices."""
+    return program.place({k: v[program.placement.rows] for k, v in batch.items()})
+
+
+def run(program: Program, steps: int = 3) -> dict[str, Any]:
+    """Loss and gradients of the first batch, metrics of each step, and the final state."""
+    state = program.init_state()
+    first = rows_of(program, make_batch(program.config))
+    loss, tokens, grads = jax.jit(program.loss_and_gradients)(state["params"], first)
+    assert_replicas_equal(grads)
+    result: dict[str, Any] = {
+        "loss": float(loss),
+        "tokens": int(tokens),
+        "grads": jax.tree.map(np.asarray, grads),
+        "metrics": [],
+    }
+    for step in range(steps):
+        state, metrics = program.train_step(state, rows_of(program, make_batch(program.config, step)))
+        result["metrics"].append(jax.tree.map(float, metrics))
+    assert_replicas_equal(state)
+    result["params"] = jax.tree.map(np.asarray, state["params"])
+    return result
+
+
+@functools.lru_cache(maxsize=32)
+def _reference(key: str) -> dict[str, Any]:
+    import json
+
+    raw = json.loads(key)
+    return run(Program(make_config(**raw), jax.devices()[:1]))
+
+
+def reference(**raw: dict) -> dict[str, Any]:
+    """The one-device run of a configuration, computed once per process."""
+    import json
+
+    raw.pop("parallel", None)
+    return _reference(json.dumps(raw, sort_keys=True))
+
+
+def assert_replicas_equal(tree: Any) -> None:
+    """Every device's copy of every shard is bit-identical to the others that hold it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        seen: dict[Any, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            data = np.asarray(shard.data)
+            key = str(shard.index)
+            if key in seen and not np.array_equal(seen[key], data, equal_nan=True):
+                raise AssertionError(f"replicas differ: {jax.tree_util.keystr(path)} {key}")
+            seen.setdefault(key, data)
+
+
+def assert_close_leaves(actual: Any, expected: Any, tolerance: float, what: str) -> None:
+    """max|a - e| / max|e| of every leaf is at most ``tolerance``."""
+    flat = jax.tree_util.tree_leaves_with_path(expected)
+    assert len(flat) == len(jax.tree.leaves(actual))
+    for (path, e), a in zip(flat, jax.tree.leaves(actual), strict=True):
+        scale = np.max(np.abs(e))
+        error = np.max(np.abs(a - e)) / (scale if scale > 0 else 1.0)
+        assert error <= tolerance, f"{what} {jax.tree_util.keystr(path)}: {error:.2e}"
+
+
+def assert_parity(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """PARITY of the acceptance cases."""
+    assert actual["tokens"] == expected["tokens"]
+    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-6)
+    assert_close_leaves(actual["grads"], expected["grads"], 2e-5, "gradient")
+    for a, e in zip(actual["metrics"], expected["metrics"], strict=True):
+        np.testing.assert_allclose(a["loss"], e["loss"], rtol=1e-6)
+        np.testing.assert_allclose(a["grad_norm"], e["grad_norm"], rtol=1e-5)
+    assert_close_leaves(actual["params"], expected["params"], 2e-5, "parameter")
