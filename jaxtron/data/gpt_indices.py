@@ -8,9 +8,9 @@ length S and the seed:
   and the next one begins at its last token, so token j*S of the row is the first of sample j;
 * the shuffle index: the order in which samples are drawn.
 
-Source: Megatron-Core `core/datasets/gpt_dataset.py` and `helpers.cpp`. "Document" is Megatron's word
-for what the indexed dataset calls a sequence. The random numbers are NumPy's legacy `RandomState`,
-whose stream is frozen, drawn in Megatron's order.
+Source: Megatron-Core `core/datasets/gpt_dataset.py` and `helpers.cpp`. "Document" is Megatron's
+word for what the indexed dataset calls a sequence. The random numbers are NumPy's legacy
+`RandomState`, whose stream is frozen, drawn in Megatron's order.
 """
 
 from dataclasses import dataclass

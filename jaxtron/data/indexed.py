@@ -13,7 +13,8 @@
     int8[N]      mode of each sequence (multimodal sets only)
 
 Nothing in the header says whether the mode section is there; the size of the file does. The format
-is Megatron-Core's `core/datasets/indexed_dataset.py`; sets written by either side read on the other.
+is that of Megatron-Core's `core/datasets/indexed_dataset.py`; sets written by either side can be
+read by the other.
 """
 
 import mmap
@@ -251,8 +252,8 @@ def _map(path: Path) -> mmap.mmap | bytes:
 class IndexedDatasetWriter:
     """Writes a `.bin/.idx` pair; usable as a context manager.
 
-    The files get their names only in :meth:`finalize` (which a `with` block calls at its end); until
-    then, and after an error, nothing is there under these names::
+    The files get their names only in :meth:`finalize`, which a `with` block calls at its end. After
+    an error in the block nothing is left of them::
 
         with IndexedDatasetWriter("corpus", optimal_dtype(vocab_size)) as writer:
             writer.add_document([np.array([5, 6, 7])])

@@ -1,0 +1,48 @@
+"""Configuration of the training data."""
+
+from typing import Any, Literal
+
+from jaxtron.config.fields import key, section
+
+
+@section
+class DataConfig:
+    """Where the data comes from and how it is cut into rows."""
+
+    source: str = key(
+        "indexed", "indexed (Megatron .bin/.idx), synthetic, or module:function of your own."
+    )
+    source_options: dict[str, Any] = key(
+        {}, "Keyword arguments for the function that `source` names; only for your own source."
+    )
+    paths: list[str | float] = key(
+        [], "Prefixes of .bin/.idx pairs, or a blend: [weight, prefix, weight, prefix, ...]."
+    )
+    train_paths: list[str | float] = key(
+        [], "As paths, for training alone; the sets are then used whole and `split` is not."
+    )
+    valid_paths: list[str | float] = key([], "As train_paths, for evaluation.")
+    test_paths: list[str | float] = key([], "As train_paths, for the test set.")
+    split: str | float = key(
+        "969,30,1", "Shares of train, valid and test in each of `paths`, by number of documents."
+    )
+    seq_length: int = key(help="Tokens per row.", ge=1)
+    tokenizer: str | None = key(
+        None, "Tokenizer of the data: `byte`, a tokenizer.json or its folder, or a *.model file."
+    )
+    eod_token: int | None = key(None, "Id that ends a document; null: the tokenizer's.", ge=0)
+    reset_position_ids: bool = key(False, "Count positions from the start of each document.")
+    reset_attention_mask: bool = key(False, "Attend only within a document.")
+    eod_mask_loss: bool = key(False, "No loss on the prediction that follows an end of document.")
+    dataloader_type: Literal["single", "cyclic"] = key(
+        "single",
+        "single: the dataset's own order, once; cyclic: every epoch in another random order.",
+    )
+    cache_dir: str | None = key(
+        None, "Folder that keeps the computed sample order between runs; null: compute it anew."
+    )
+    num_workers: int = key(
+        0, "Processes that read rows; 0: threads of this process do, mostly the faster way.", ge=0
+    )
+    num_threads: int = key(1, "Threads that read rows ahead; 0: read when asked.", ge=0)
+    prefetch: int = key(2, "Batches read ahead.", ge=1)
