@@ -70,8 +70,8 @@ def test_llama3_scaling_keeps_fast_slows_slow_and_blends_between():
 def test_yarn_leaves_the_fastest_and_interpolates_the_slowest_channel():
     frequencies = rotary_frequencies(model(kv_channels=64, rope_scaling=YARN))
     base = np.array([10000.0 ** (-2 * i / 64) for i in range(32)])
-    # channels that turn 32 and 1 times in 4096 positions: 64 ln(4096 / 64 pi) / (2 ln 10000) = 10.46
-    # and 64 ln(4096 / 2 pi) / (2 ln 10000) = 22.51; rounded outwards to 10 and 23
+    # channels that turn 32 and 1 times in 4096 positions: 64 ln(4096 / 64 pi) / (2 ln 10000)
+    # = 10.46 and 64 ln(4096 / 2 pi) / (2 ln 10000) = 22.51; rounded outwards to 10 and 23
     ramp = np.clip((np.arange(32) - 10) / 13, 0, 1)
     np.testing.assert_allclose(frequencies, base * (1 - ramp) + base / 4 * ramp, rtol=1e-6)
 
@@ -128,7 +128,7 @@ def test_frequencies_and_factor_equal_those_of_transformers(
 
 
 def rotated_by_complex_numbers(x: np.ndarray, angles: np.ndarray, factor: float) -> np.ndarray:
-    """Channel i and i + half of x [b, s, n, d] as one complex number, turned by angles [b, s, r/2]."""
+    """Channels i and i + half of x [b, s, n, d] as a complex number, turned by [b, s, r/2]."""
     half = angles.shape[-1]
     turned = (x[..., :half] + 1j * x[..., half : 2 * half]) * np.exp(1j * angles)[:, :, None]
     return np.concatenate([factor * turned.real, factor * turned.imag, x[..., 2 * half :]], -1)

@@ -1,0 +1,84 @@
+"""What an attention kernel is asked to compute, and what a kernel backend offers."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxtron.errors import ConfigError
+from jaxtron.layers.dropout import AttentionDropout
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The static side of one attention call, in local (per device) sizes.
+
+    Attributes:
+        query_length: queries a row.
+        key_length: keys and values a row.
+        num_heads: query heads.
+        num_query_groups: key/value heads; divides ``num_heads``.
+        head_dim: channels of a head.
+        dtype: of queries, keys and values.
+        causal: query i sees keys 0..i.
+        window: a query sees itself and ``window - 1`` earlier keys; None: all of them.
+        segments: a query sees only keys of its own segment (packed documents).
+        key_segments: keys have segment ids of their own, other than the queries'.
+        dropout: probabilities are dropped.
+
+    Raises:
+        ConfigError: a combination that has no meaning.
+    """
+
+    query_length: int
+    key_length: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    dtype: jnp.dtype
+    causal: bool = True
+    window: int | None = None
+    segments: bool = False
+    key_segments: bool = False
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_query_groups:
+            raise ConfigError(
+                f"attention has {self.num_heads} query heads and {self.num_query_groups} key/value "
+                "heads on a device; the first must be a multiple of the second"
+            )
+        if self.window is not None and not self.causal:
+            raise ConfigError(
+                f"model.window_size={self.window} needs causal attention: it counts earlier tokens"
+            )
+        if self.causal and self.query_length != self.key_length:
+            raise ConfigError(
+                f"causal attention of {self.query_length} queries over {self.key_length} keys; "
+                "the lengths must be equal"
+            )
+
+
+class AttentionBackend(Protocol):
+    """A kernel for :func:`jaxtron.kernels.attention.dot_product_attention`."""
+
+    name: str
+
+    def supports(self, spec: AttentionSpec, platform: str) -> str | None:
+        """None if the kernel computes ``spec`` exactly on ``platform``, else the reason why not."""
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        causal: bool,
+        window: int | None,
+        segment_ids: jax.Array | None,
+        key_segment_ids: jax.Array | None,
+        dropout: AttentionDropout | None,
+    ) -> jax.Array:
+        """Attend; arguments as in ``dot_product_attention``, already checked."""
