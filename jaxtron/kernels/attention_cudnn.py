@@ -52,7 +52,8 @@ class CudnnAttention:
         dropout: AttentionDropout | None,
     ) -> jax.Array:
         """Attend; arguments as in ``dot_product_attention``."""
-        limited = window is not None and window < k.shape[1]
+        if window is not None and window >= k.shape[1]:
+            window = None
         mask = None
         if segment_ids is not None and key_segment_ids is not None:
             mask = segment_ids[:, None, :, None] == key_segment_ids[:, None, None, :]
@@ -63,7 +64,7 @@ class CudnnAttention:
             mask=mask,
             scale=scale,
             is_causal=causal,
-            local_window_size=(window - 1, 0) if limited else None,
+            local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
 

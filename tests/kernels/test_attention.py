@@ -27,13 +27,13 @@ def random_inputs(length: int = 11, heads: int = 4, groups: int = 2, keys: int |
 
 
 CASES = {
-    "full": dict(causal=False, window=None, segments=None),
-    "causal": dict(causal=True, window=None, segments=None),
-    "window": dict(causal=True, window=3, segments=None),
-    "window 1": dict(causal=True, window=1, segments=None),
-    "documents": dict(causal=True, window=None, segments=SEGMENTS),
-    "documents both ways": dict(causal=False, window=None, segments=SEGMENTS),
-    "documents and window": dict(causal=True, window=2, segments=SEGMENTS),
+    "full": {"causal": False, "window": None, "segments": None},
+    "causal": {"causal": True, "window": None, "segments": None},
+    "window": {"causal": True, "window": 3, "segments": None},
+    "window 1": {"causal": True, "window": 1, "segments": None},
+    "documents": {"causal": True, "window": None, "segments": SEGMENTS},
+    "documents both ways": {"causal": False, "window": None, "segments": SEGMENTS},
+    "documents and window": {"causal": True, "window": 2, "segments": SEGMENTS},
 }
 
 
@@ -188,14 +188,14 @@ def test_memory_of_a_long_row_does_not_hold_all_scores():
 
 def attention_dropout(**changes) -> AttentionDropout:
     positions = jnp.arange(11, dtype=jnp.int32)
-    fields = dict(
-        key=dropout_key(1, 2, 3, "attention"),
-        rate=0.4,
-        rows=jnp.array([8, 3], jnp.int32),
-        heads=jnp.arange(4, dtype=jnp.int32),
-        query_positions=positions,
-        key_positions=positions,
-    )
+    fields = {
+        "key": dropout_key(1, 2, 3, "attention"),
+        "rate": 0.4,
+        "rows": jnp.array([8, 3], jnp.int32),
+        "heads": jnp.arange(4, dtype=jnp.int32),
+        "query_positions": positions,
+        "key_positions": positions,
+    }
     return AttentionDropout(**{**fields, **changes})
 
 
