@@ -4,7 +4,6 @@ Each verb is a module that also runs as ``python -m jaxtron.<verb>``; it is impo
 for, so ``jaxtron --help`` needs neither JAX nor a device.
 """
 
-import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import jaxtron
 from jaxtron.errors import JaxtronError
+from jaxtron.nearest import nearest
 
 VERBS = {
     "train": "train a model: jaxtron train --config FILE [section.key=value ...]",
@@ -43,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_version())
         return 0
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=2)
-        hint = f"did you mean {' or '.join(near)}?" if near else f"verbs: {', '.join(VERBS)}"
-        print(f"error: no verb {verb!r}: {hint}", file=sys.stderr)
+        print(f"error: no verb {verb!r}: {nearest(verb, VERBS)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return run(_verb_main(verb), rest)
 
@@ -86,7 +84,10 @@ def _verb_main(verb: str) -> Callable[[list[str] | None], int]:
 def _help() -> str:
     lines = ["usage: jaxtron VERB [...]      (also: python -m jaxtron.VERB)", ""]
     lines += [f"  {verb:<12}{text}" for verb, text in VERBS.items()]
-    lines += ["", "jaxtron VERB --help shows a verb's options and an example; --version the versions."]
+    lines += [
+        "",
+        "jaxtron VERB --help shows a verb's options and an example; --version the versions.",
+    ]
     return "\n".join(lines)
 
 

@@ -99,7 +99,8 @@ def keys() -> dict[str, KeyInfo]:
 @functools.cache
 def _adapter(section: str, name: str) -> TypeAdapter[Any]:
     info = keys()[f"{section}.{name}"]
-    return TypeAdapter(Annotated[info.type, Field(**info.constraints)])
+    annotated: Any = Annotated[info.type, Field(**info.constraints)]
+    return TypeAdapter(annotated)
 
 
 def describe_type(type_: Any, constraints: dict[str, Any] | None = None) -> str:

@@ -1,7 +1,6 @@
 """Nearest keys for a key that does not exist."""
 
 import difflib
-from collections.abc import Iterable
 
 from jaxtron.config.schema import keys, sections
 
@@ -29,15 +28,6 @@ _FROM_MEGATRON = {
     "calculate_per_token_loss": "loss.reduction",
 }
 """Megatron-LM's names where ours differ; only those whose key exists are offered."""
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """``"did you mean a?"`` with the most similar choice, or all choices when none is similar."""
-    choices = list(choices)
-    similar = difflib.get_close_matches(name, choices, n=2)
-    if similar:
-        return f"did you mean {' or '.join(similar)}?"
-    return f"expected one of {', '.join(choices)}"
 
 
 def did_you_mean(dotted: str, count: int = 3) -> str:

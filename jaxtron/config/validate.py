@@ -13,6 +13,8 @@ from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import ConfigError, JaxtronError
 from jaxtron.layers.rope import rope_scaling_parameters
 from jaxtron.mesh.axes import resolve_axes
+from jaxtron.optim.optimizer import find_factory
+from jaxtron.optim.schedule import check_schedule
 
 Axes = Mapping[str, int]
 
@@ -231,6 +233,17 @@ def _tokenizer_fits_vocabulary(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _optimizer_can_be_built(config: Config, axes: Axes) -> Iterator[str]:
+    try:
+        find_factory(config.optimizer)
+    except ConfigError as error:
+        yield str(error)
+    try:
+        check_schedule(config.optimizer, total_steps=config.train.steps)
+    except ConfigError as error:
+        yield str(error)
+
+
 MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _heads_divide_hidden_size,
     _groups_divide_heads,
@@ -255,6 +268,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _axes_can_train,
     _tokenizer_fits_vocabulary,
+    _optimizer_can_be_built,
 )
 """Checks of a training run alone."""
 

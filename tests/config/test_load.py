@@ -12,7 +12,7 @@ from jaxtron.config.dump import dump_config, to_dict
 from jaxtron.config.load import load_config
 from jaxtron.config.presets import preset_names
 from jaxtron.config.schema import keys
-from jaxtron.config.suggest import _FROM_MEGATRON, did_you_mean, nearest
+from jaxtron.config.suggest import _FROM_MEGATRON, did_you_mean
 from jaxtron.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_overrides_replace_the_file_which_replaces_the_preset(tmp_path: Path) ->
     assert config.train.steps == 7
     assert config.optimizer.lr == 1e-4
     assert config.model.num_query_groups == 8
-    assert config.parallel.fsdp == 8
+    assert config.data.seq_length == 8192
 
 
 def test_a_model_preset_takes_the_model_alone() -> None:
@@ -144,7 +144,6 @@ def test_every_name_offered_to_megatron_users_exists() -> None:
 
 def test_nothing_similar_points_to_the_list_of_keys() -> None:
     assert "--help-config" in did_you_mean("zzz.qqq")
-    assert nearest("zzz", ["abc", "def"]) == "expected one of abc, def"
 
 
 @pytest.mark.parametrize(

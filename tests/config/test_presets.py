@@ -1,18 +1,14 @@
 """The presets are the published models, in layouts whose state fits an 80 GB GPU."""
 
-import dataclasses
-
 import pytest
 
 from jaxtron.config.load import load_config
-from jaxtron.config.presets import preset_names
-from jaxtron.config.state_bytes import state_bytes_per_device
+from jaxtron.config.presets import preset_names, presets_dir
 from jaxtron.mesh.axes import resolve_axes
 from jaxtron.observe.flops import parameter_count
 
-GIGABYTE = 1e9
-GPU_BYTES = 80 * GIGABYTE
-LEAST_ROOM = 2 * GIGABYTE  # for activations, even with every layer recomputed
+GPU_BYTES = 80e9
+LEAST_ROOM = 2e9  # for activations, even with every layer recomputed
 
 # Parameters as published with the weights; GPT-3's are counted from table 2.1 of its paper:
 # 12 L h² + 13 L h + (V + S + 2) h.
@@ -95,43 +91,40 @@ def test_llama_31_scales_its_rotary_frequencies() -> None:
     }
 
 
+def state_bytes(parameters: float, shards: int, data_sharding: str) -> float:
+    """Weights, gradients and AdamW state of ``parameters`` per device: bf16 weights 2P, fp32
+    gradients 4P, fp32 master weights and moments 12P, as far as ZeRO does not divide them.
+    """
+    return {
+        "no_shard": 18 * parameters,
+        "optim": 6 * parameters + 12 * parameters / shards,
+        "optim_grads": 2 * parameters + 16 * parameters / shards,
+    }[data_sharding]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_are_the_recommended_ones_and_their_state_fits(name: str) -> None:
     config = load_config({"preset": name})
     devices, tensor, pipeline, fsdp = LAYOUTS[name]
     axes = resolve_axes(config.parallel, devices)
     assert (axes["tensor"], axes["pipeline"], axes["fsdp"]) == (tensor, pipeline, fsdp)
-    assert state_bytes_per_device(config, axes) <= GPU_BYTES - LEAST_ROOM
 
-    # Data sharding is `optim` wherever that leaves the room, else the least that does.
-    optim = dataclasses.replace(config.parallel, data_sharding="optim")
-    as_optim = state_bytes_per_device(dataclasses.replace(config, parallel=optim), axes)
-    fits = as_optim <= GPU_BYTES - LEAST_ROOM
-    assert config.parallel.data_sharding == ("optim" if fits else "optim_grads")
-
-
-# P and d of Llama 3 8B on fsdp 8, bytes by the formulas of the sharding levels (ZeRO-0/1/2/3).
-_P = PARAMETERS["llama3_8b"]
-_LAYER = 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 2 * 4096
+    # Data sharding is `optim` wherever that leaves room, else the least that does.
+    parameters = parameter_count(config.model) / (tensor * pipeline)
+    room = GPU_BYTES - LEAST_ROOM
+    fits = [
+        level for level in ("optim", "optim_grads") if state_bytes(parameters, fsdp, level) <= room
+    ]
+    assert config.parallel.data_sharding == fits[0]
 
 
-@pytest.mark.parametrize(
-    "level, expected",
-    [
-        ("no_shard", 18 * _P),
-        ("optim", 6 * _P + 12 * _P / 8),
-        ("optim_grads", 2 * _P + 16 * _P / 8),
-        ("optim_grads_params", 16 * _P / 8 + 2 * 2 * _LAYER),
-    ],
-)
-def test_state_bytes_of_each_sharding_level(level: str, expected: float) -> None:
-    config = load_config({"preset": "llama3_8b"}, [f"parallel.data_sharding={level}"])
-    axes = resolve_axes(config.parallel, 8)
-    assert state_bytes_per_device(config, axes) == pytest.approx(expected, abs=1)
-
-
-def test_tensor_and_pipeline_divide_the_state() -> None:
-    config = load_config({"preset": "llama31_405b"})
-    axes = resolve_axes(config.parallel, 256)
-    per_device = PARAMETERS["llama31_405b"] / 64
-    assert state_bytes_per_device(config, axes) == pytest.approx(9 * per_device, rel=1e-9)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_comment_of_a_preset_gives_its_parameters_and_state(name: str) -> None:
+    text = (presets_dir() / f"{name}.yaml").read_text().split("model:")[0].replace("\n# ", " ")
+    config = load_config({"preset": name})
+    devices, tensor, pipeline, fsdp = LAYOUTS[name]
+    parameters = parameter_count(config.model) / (tensor * pipeline)
+    gigabytes = state_bytes(parameters, fsdp, config.parallel.data_sharding) / 1e9
+    assert f"{PARAMETERS[name]:,} parameters" in text
+    assert f"{devices} GPUs" in text
+    assert f"State: {gigabytes:.1f} GB of 80 GB" in text

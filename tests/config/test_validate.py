@@ -230,6 +230,26 @@ def test_a_missing_tokenizer_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_on_its_devices(name: str) -> None:
     config = load_config({"preset": name})
-    parallel = config.parallel
-    shards = parallel.fsdp if parallel.fsdp > 0 else 8
-    validate(config, parallel.tensor * parallel.pipeline * shards)
+    validate(config, config.parallel.tensor * config.parallel.pipeline * 4)
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt2_124m", "llama2_7b", "llama3_8b"])
+def test_a_preset_runs_for_a_few_steps_on_another_layout(name: str) -> None:
+    config = load_config({"preset": name}, ["parallel.tensor=2", "train.steps=10"])
+    assert validate_for_training(config, 8)["fsdp"] == 4
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["optimizer.lr_warmup_steps=20"], ["lr_warmup_steps", "20", "train.steps"]),
+        (["optimizer.name=adamv"], ["optimizer.name", "adamv", "adamw"]),
+    ],
+)
+def test_an_optimizer_that_cannot_be_built_is_refused(
+    overrides: list[str], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate_for_training(load_config(BASE, overrides), 1)
+    for word in words:
+        assert word in str(caught.value)
