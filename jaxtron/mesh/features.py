@@ -1,0 +1,97 @@
+"""What each feature of a configuration amounts to on a mesh: really on, and in which form."""
+
+from jaxtron.mesh.inspect import Inspection
+
+
+def features(inspection: Inspection) -> list[tuple[str, str]]:
+    """Pairs of a feature's name and its effective value."""
+    config, sizes = inspection.config, inspection.sizes
+    model, train, precision = config.model, config.train, config.precision
+    output = "own weight" if model.untie_embeddings_and_output_weights else "tied to the embedding"
+    return [
+        ("parameters", f"{inspection.parameter_count:,}{_padding(inspection)}"),
+        ("batch", _batch(inspection)),
+        ("data sharding", _data_sharding(inspection)),
+        ("tensor parallelism", _tensor(inspection)),
+        ("sequence parallelism", _sequence(inspection)),
+        ("context parallelism", _parts("context", sizes["context"], "the sequence")),
+        ("pipeline", _pipeline(inspection)),
+        ("expert parallelism", _parts("expert", sizes["expert"], "rows of the batch")),
+        ("output layer", output),
+        ("precision", f"compute {precision.compute}, gradients summed in {precision.grad_reduce}"),
+        ("recompute", str(train.recompute)),
+        ("training", inspection.refusal or "possible in this version"),
+    ]
+
+
+def _padding(inspection: Inspection) -> str:
+    model = inspection.config.model
+    rows = model.padded_vocab_size - model.vocab_size
+    return f" (vocabulary {model.vocab_size:,} padded by {rows} rows)" if rows else ""
+
+
+def _batch(inspection: Inspection) -> str:
+    cut = inspection.batch
+    return (
+        f"{cut.global_batch_size} sequences = {cut.num_microbatches} microbatches × "
+        f"{cut.data_shards} data shards × {cut.micro_batch_size}"
+    )
+
+
+def _data_sharding(inspection: Inspection) -> str:
+    level = inspection.config.parallel.data_sharding
+    axes = inspection.rules.axes("zero")
+    if level == "no_shard":
+        return "no_shard: every data shard holds all of the state"
+    if not axes:
+        configured = ", ".join(inspection.rules.table["zero"])
+        return f"{level}, without effect: its axes ({configured}) have size 1"
+    what = {
+        "optim": "optimizer state and master weights",
+        "optim_grads": "optimizer state, master weights and gradients",
+        "optim_grads_params": "optimizer state, gradients and parameters",
+    }[level]
+    replicas = inspection.sizes["data"]
+    copies = f", in {replicas} replicas (HSDP)" if replicas > 1 else ""
+    text = f"{level}: {what} in {inspection.rules.size('zero')} parts over {'+'.join(axes)}{copies}"
+    whole = [
+        param.name
+        for param in inspection.params
+        if not param.layout.zero_axes
+        and sum(n != "layers" for n in param.layout.logical) > 1
+        and not param.name.endswith("bias")
+    ]
+    return text + (f"; not divided by them and kept whole: {', '.join(whole)}" if whole else "")
+
+
+def _tensor(inspection: Inspection) -> str:
+    tensor, model = inspection.sizes["tensor"], inspection.config.model
+    if tensor == 1:
+        return "off"
+    groups = model.query_groups
+    kv = f"{groups // tensor}" if groups >= tensor else f"1 of {groups}, replicated"
+    return (
+        f"{tensor} parts; a device has {model.num_attention_heads // tensor} query heads, "
+        f"{kv} key/value heads, {model.ffn_hidden_size // tensor} ffn channels"
+    )
+
+
+def _sequence(inspection: Inspection) -> str:
+    asked, tensor = inspection.config.parallel.sequence_parallel, inspection.sizes["tensor"]
+    if tensor == 1:
+        return "off (tensor is 1)"
+    if asked is False:
+        return "off: every member of a tensor group holds the whole residual stream"
+    return f"on: {tensor} parts between blocks" + ("" if asked else " (by default, tensor > 1)")
+
+
+def _parts(axis: str, size: int, what: str) -> str:
+    return "off" if size == 1 else f"{size} parts of {what}"
+
+
+def _pipeline(inspection: Inspection) -> str:
+    stages, layers = inspection.sizes["pipeline"], inspection.config.model.num_layers
+    if stages == 1:
+        return "off"
+    each = -(-layers // stages)
+    return f"{stages} stages of {'up to ' if layers % stages else ''}{each} layers"

@@ -1,0 +1,148 @@
+import math
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+
+from jaxtron.config.load import load_config
+from jaxtron.errors import ConfigError
+from jaxtron.mesh import grid
+from jaxtron.mesh.features import features
+from jaxtron.mesh.inspect import default_devices, inspect_layout
+from jaxtron.mesh.mesh import make_mesh
+from jaxtron.program import Program
+
+# 4 layers, hidden 64, 8 heads, 2 key/value groups, head_dim 8, ffn 128, vocabulary 257 -> 384
+MESHES = [
+    {"tensor": 8},
+    {"fsdp": 8},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"fsdp": 4, "tensor": 2, "data_sharding": "optim_grads_params"},
+    {"fsdp": 8, "data_sharding": "no_shard"},
+]
+
+
+def tiny(**parallel):
+    return load_config(
+        "configs/tiny.yaml", [f"parallel.{name}={value}" for name, value in parallel.items()]
+    )
+
+
+@pytest.mark.parametrize("parallel", MESHES, ids=str)
+def test_shards_are_those_that_jax_makes(parallel):
+    inspection = inspect_layout(tiny(**parallel), 8)
+    mesh = make_mesh(inspection.sizes)
+    for param in inspection.params:
+        sharding = NamedSharding(mesh, param.layout.stored_spec)
+        assert sharding.shard_shape(param.shape) == param.stored
+        for device, index in sharding.devices_indices_map(param.shape).items():
+            point = grid.coordinates(inspection.sizes, device.id)
+            held = tuple(range(*i.indices(dim)) for i, dim in zip(index, param.shape))
+            assert param.held_by(inspection.sizes, point) == held, param.name
+
+
+@pytest.mark.parametrize("parallel", MESHES, ids=str)
+def test_stored_bytes_are_those_of_the_arrays_that_training_makes(parallel):
+    config = tiny(**parallel)
+    state = Program(config).init_state()
+    current = inspect_layout(config, 8).current
+    first = jax.devices()[0]
+
+    def held(tree):
+        arrays = jax.tree.leaves(tree)
+        return sum(s.data.nbytes for a in arrays for s in a.addressable_shards if s.device == first)
+
+    assert current.params == held(state["params"])
+    assert current.optimizer == held(state["opt_state"])
+
+
+def test_state_follows_the_closed_forms_of_zero():
+    config = load_config("configs/llama2_7b.yaml")
+    inspection = inspect_layout(config, 8)
+    # Llama 2 7B: 6,738,415,616 parameters, all but 266,240 of them in matrices.
+    p, shards, layer = 6_738_415_616, 8, 4 * 4096**2 + 3 * 4096 * 11008
+    assert inspection.parameter_count == p
+    expected = {
+        "no_shard": 18 * p,
+        "optim": 6 * p + 12 * p / shards,
+        "optim_grads": 2 * p + 16 * p / shards,
+        "optim_grads_params": 16 * p / shards + 2 * 2 * layer,
+    }
+    for entry in inspection.state:
+        assert entry.total == pytest.approx(expected[entry.level], rel=1e-3), entry.level
+
+
+@pytest.mark.parametrize(
+    "preset, devices, gigabytes",
+    [("llama2_70b", 32, 77.6), ("llama2_7b", 8, 50.5), ("gpt3_175b", 128, None)],
+)
+def test_presets_state_on_their_layout(preset, devices, gigabytes):
+    config = load_config(f"configs/{preset}.yaml")
+    assert default_devices(config) == devices
+    total = inspect_layout(config, devices).current.total / 1e9
+    assert total < 80 if gigabytes is None else total == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_layers_that_stages_do_not_divide_leave_the_last_stage_fewer():
+    inspection = inspect_layout(load_config("configs/llama31_405b.yaml"), 256)
+    norm = next(p for p in inspection.params if p.name == "layers/mlp_norm/weight")
+    counts = []
+    for stage in range(8):
+        point = grid.coordinates(inspection.sizes, 32 * stage)
+        counts.append(len(norm.held_by(inspection.sizes, point)[0]))
+    assert counts == [16] * 7 + [14]
+    assert norm.shape == (126, 16384) and norm.size == 126 * 16384
+
+
+def feature(inspection, name):
+    return dict(features(inspection))[name]
+
+
+def test_features_show_what_is_really_on():
+    one = inspect_layout(tiny(), 1)
+    assert feature(one, "sequence parallelism") == "off (tensor is 1)"
+    assert "without effect" in feature(one, "data sharding")
+    assert feature(one, "training") == "possible in this version"
+    eight = inspect_layout(tiny(data=2, tensor=4), 8)
+    assert "1 of 2, replicated key/value heads" in feature(eight, "tensor parallelism")
+    assert feature(eight, "sequence parallelism").startswith("on: 4 parts")
+    assert "without effect" in feature(eight, "data sharding")
+    hybrid = inspect_layout(tiny(data=2, fsdp=4), 8)
+    assert "in 4 parts over fsdp, in 2 replicas (HSDP)" in feature(hybrid, "data sharding")
+    assert feature(hybrid, "batch") == "8 sequences = 1 microbatches × 8 data shards × 1"
+    staged = inspect_layout(tiny(pipeline=2), 2)
+    assert feature(staged, "pipeline") == "2 stages of 2 layers"
+    assert "parallel.pipeline is 2" in feature(staged, "training")
+
+
+def test_matrices_that_data_sharding_cannot_divide_are_named():
+    # 3 divides no dimension of the model but none of 384 rows of the vocabulary.
+    config = load_config("configs/tiny.yaml", ["train.global_batch_size=6", "parallel.fsdp=3"])
+    inspection = inspect_layout(config, 3)
+    text = feature(inspection, "data sharding")
+    assert "kept whole: " in text
+    whole = text.partition("kept whole: ")[2].split(", ")
+    assert "layers/mlp/up" in whole and "embedding/word" not in whole
+    assert all(n == "no" or "norm" not in n for n in whole)
+
+
+def test_overridden_rules_show_in_the_layout():
+    config = load_config("configs/tiny.yaml", ["parallel.tensor=2", "parallel.rules.vocab=null"])
+    inspection = inspect_layout(config, 2)
+    [word] = [p for p in inspection.params if p.name == "embedding/word"]
+    assert word.stored == (384, 64)
+
+
+def test_a_number_of_devices_that_the_axes_do_not_make_is_refused():
+    with pytest.raises(ConfigError, match=r"parallel: tensor 2 .* 7"):
+        inspect_layout(tiny(tensor=2), 7)
+
+
+def test_thousands_of_devices_need_no_devices():
+    config = load_config(
+        "configs/llama3_70b.yaml",
+        ["parallel.fsdp=-1", "train.global_batch_size=4096"],
+    )
+    inspection = inspect_layout(config, 4096)
+    assert inspection.num_devices == 4096
+    assert math.prod(inspection.sizes.values()) == 4096
