@@ -15,6 +15,7 @@ import jaxtron
 from jaxtron.checkpoint import steps as step_folder
 from jaxtron.checkpoint.config import CheckpointConfig
 from jaxtron.checkpoint.digest import digest_arrays
+from jaxtron.checkpoint.manifest import MANIFEST_FILE, damaged_files, read_manifest
 from jaxtron.checkpoint.meta import ArrayRecord, CheckpointMeta, read_meta
 from jaxtron.checkpoint.names import entry_of, named_leaves, nested, require_match, with_leaves
 from jaxtron.checkpoint.start import StartPoint, find_start
@@ -24,6 +25,7 @@ from jaxtron.errors import CheckpointError
 _log = logging.getLogger(__name__)
 
 OPTIMIZER_ENTRY = "opt_state"
+_SMALL_FILE = 2**20  # bytes; checked when a read fails, to say which file is to blame
 
 
 class Checkpointer:
@@ -64,12 +66,16 @@ class Checkpointer:
     def start_point(self) -> StartPoint | None:
         """Where this launch takes its state from: the run's own folder, else ``load``, else None.
 
-        Logs which, and each incomplete step that is passed over.
+        Logs which, and each incomplete step that is passed over. Makes the run's folder, so that
+        one that cannot be made is known before training.
 
         Raises:
-            CheckpointError: ``load`` was given and is missing, incomplete or foreign.
+            CheckpointError: ``load`` was given and is missing, incomplete or foreign; or the run's
+                folder cannot be made.
         """
         start = find_start(self._config)
+        if self._directory is not None and jax.process_index() == 0:
+            _make_folder(self._directory)
         _require_agreement(-1 if start is None else start.step, "step to start from")
         return start
 
@@ -245,7 +251,7 @@ class Checkpointer:
             multihost_utils.sync_global_devices("jaxtron.checkpoint.prepare_folder")
         if jax.process_index() != 0:
             return
-        directory.mkdir(parents=True, exist_ok=True)
+        _make_folder(directory)
         for name in step_folder.remove_leftovers(directory):
             _log.warning("removed %s, left by a save or deletion that was killed", directory / name)
         for broken in found.incomplete:
@@ -261,6 +267,15 @@ class Checkpointer:
             raise CheckpointError("nothing can be read: checkpoint.dir is null")
         step_dir = folder / str(step_folder.choose(folder, step))
         return step_dir, read_meta(step_dir)
+
+
+def _make_folder(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot make checkpoint.dir {directory}: {error.strerror}"
+        ) from error
 
 
 def _versions() -> dict[str, str]:
@@ -292,7 +307,8 @@ def _require_digests(
     if damaged:
         raise CheckpointError(
             f"{step_dir} is damaged: {len(damaged)} of {len(saved)} arrays are not what was saved: "
-            f"{', '.join(damaged)}. Load another step (checkpoint.load_step)"
+            f"{', '.join(damaged)}. To load another step, give checkpoint.load and "
+            "checkpoint.load_step"
         )
 
 
@@ -305,16 +321,31 @@ def _failed_save(step_dir: Path, error: Exception) -> CheckpointError:
 def _unreadable(
     step_dir: Path, saved: Mapping[str, ArrayRecord], error: Exception
 ) -> CheckpointError:
-    text = str(error)
-    named = sorted(name for name in saved if f"{name.replace('/', '.')}/" in text)
-    where = f" (in {', '.join(named)})" if named else ""
+    """Name the arrays that the error speaks of and the small files that are damaged."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    text = "\n".join(map(str, chain))
+    suspects = [f"array {n}" for n in sorted(saved) if f"{n.replace('/', '.')}/" in text]
+    try:
+        files = read_manifest(step_dir)
+        small = {name: record for name, record in files.items() if record.size < _SMALL_FILE}
+        suspects += [f"file {name}" for name in damaged_files(step_dir, small)]
+    except (CheckpointError, OSError):
+        suspects.append(f"file {MANIFEST_FILE}")
     return CheckpointError(
-        f"{step_dir} cannot be read{where}: {_brief(error)}. "
-        f"`python -m jaxtron.checkpoint verify {step_dir}` lists what is damaged"
+        f"{step_dir} cannot be read: {', '.join(suspects) or 'unknown part'}: "
+        f"{_brief(chain[-1])}. `python -m jaxtron.checkpoint verify {step_dir}` lists what else is "
+        "damaged; to load another step, give checkpoint.load and checkpoint.load_step"
     )
 
 
-def _brief(error: Exception) -> str:
-    """First line of an error, of readable length."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:400]}"
+def _brief(error: BaseException) -> str:
+    """First line of an error, of readable length: TensorStore says what at its start, why at its end.
+
+    Its dump of settings in brackets is left out.
+    """
+    line = (str(error).strip().splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    if len(line) > 400:
+        line = f"{line[:200]} ... {line[-200:]}"
+    return f"{type(error).__name__}: {line}"

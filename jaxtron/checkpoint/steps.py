@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jaxtron.checkpoint.manifest import misfit_files, read_manifest
+from jaxtron.checkpoint.manifest import MANIFEST_FILE, misfit_files, read_manifest
 from jaxtron.checkpoint.meta import META_PATH
 from jaxtron.errors import CheckpointError
 
@@ -117,7 +117,8 @@ def foreign_format(path: Path) -> str | None:
         return "a PyTorch distributed checkpoint (*.distcp)"
     if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
         return "Hugging Face weights (*.safetensors or pytorch_model*.bin)"
-    if (path / "_CHECKPOINT_METADATA").exists() and not (path / META_PATH).exists():
+    ours = (path / META_PATH).exists() or (path / MANIFEST_FILE).exists()
+    if (path / "_CHECKPOINT_METADATA").exists() and not ours:
         return "an Orbax checkpoint of another program (_CHECKPOINT_METADATA)"
     return None
 
