@@ -29,7 +29,8 @@ def load_config(
     (``model.rope_scaling.factor=4``).
 
     Args:
-        source: a YAML file, the same as nested mappings, or None for overrides alone.
+        source: a YAML file, the name of a preset, nested mappings as a file would give them, or
+            None for overrides alone.
         overrides: ``section.key=value`` with a YAML value.
 
     Raises:
@@ -73,6 +74,8 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> Raw:
     raw: Any
     if source is None:
         return {}
+    if source in preset_names() and not Path(str(source)).exists():
+        return {"preset": source}
     if isinstance(source, Mapping):
         raw = copy.deepcopy(dict(source))
     else:

@@ -46,6 +46,7 @@ def test_a_model_preset_takes_the_model_alone() -> None:
 
 def test_presets_can_be_named_on_the_command_line() -> None:
     assert load_config(None, ["preset=tiny"]) == load_config({"preset": "tiny"})
+    assert load_config("tiny") == load_config({"preset": "tiny"})
     overridden = load_config({"preset": "llama2_7b"}, ["train.steps=3", "preset=tiny"])
     assert overridden.model == load_config({"preset": "tiny"}).model
     assert overridden.train.steps == 3
