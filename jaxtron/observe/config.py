@@ -7,6 +7,9 @@ from pydantic import Field
 from jaxtron.config.fields import key, section
 from jaxtron.errors import ConfigError
 
+CONFIG_FILE = "config.yaml"
+"""The resolved configuration, in the run's folder."""
+
 
 @section
 class ObserveConfig:

@@ -82,7 +82,7 @@ class LogLine:
             f"iteration {last['step']:8d}/{self._total_steps:8d}",
             f"consumed samples: {last['consumed_samples']:12d}",
             f"elapsed time per iteration (ms): {seconds / len(steps) * 1e3:.1f}",
-            f"throughput per GPU (TFLOP/s/GPU): {rates['tflops_per_gpu']:.1f}",
+            f"throughput per GPU (TFLOP/s/GPU): {_fixed(rates['tflops_per_gpu'])}",
             f"learning rate: {last['lr']:.6E}",
             f"global batch size: {last['global_batch_size']:5d}",
             f"lm loss: {loss:.6E}",
@@ -120,6 +120,13 @@ def evaluation_line(step: int, record: Mapping[str, Scalar]) -> str:
 def _number(record: Mapping[str, Scalar], key: str) -> float:
     value = record[key]
     return math.nan if value is None else value
+
+
+def _fixed(value: float | None) -> str:
+    """Plain decimals, as parsers of the line expect; more of them for a CPU's small rates."""
+    if value is None:
+        return "nan"
+    return f"{value:.1f}" if value >= 10 else f"{value:.4f}"
 
 
 def _exp(value: float) -> float:

@@ -1,33 +1,22 @@
 """The one writer of everything that a run records about itself."""
 
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-from tensorboardX import SummaryWriter
-
+from jaxtron.config.yaml_io import to_yaml
 from jaxtron.errors import ConfigError
-from jaxtron.observe.config import ObserveConfig
+from jaxtron.observe.config import CONFIG_FILE, ObserveConfig
 from jaxtron.observe.console import Console, LogLine, evaluation_line
 from jaxtron.observe.hardware import memory_figures
-from jaxtron.observe.records import MetricsFile, Scalar, to_scalar, write_atomically
+from jaxtron.observe.records import MetricsFile, Record, Scalar, to_scalar, write_atomically
+from jaxtron.observe.tensorboard import ScalarEvents
 from jaxtron.observe.throughput import Throughput
 
-CONFIG_FILE = "config.yaml"
 TENSORBOARD_FOLDER = "tensorboard"
 
-STEP_KEYS = (
-    "step",
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "consumed_samples",
-    "global_batch_size",
-    "step_time_s",
-)
+COUNT_KEYS = ("step", "tokens", "consumed_samples", "global_batch_size")
+STEP_KEYS = (*COUNT_KEYS, "loss", "grad_norm", "lr", "step_time_s")
 """What the training loop measures itself; the rates and memory figures are added here."""
 
 
@@ -67,7 +56,7 @@ class RunLogger:
         self._primary = primary
         self._step = start_step
         self._metrics: MetricsFile | None = None
-        self._events: SummaryWriter | None = None
+        self._events: ScalarEvents | None = None
         self._folder: Path | None = None
         if not primary:
             return
@@ -89,8 +78,7 @@ class RunLogger:
     def write_config(self, resolved: Mapping[str, Any]) -> None:
         """Write the resolved configuration to config.yaml, replacing that of an earlier start."""
         if self._primary and self._folder is not None:
-            text = yaml.safe_dump(dict(resolved), sort_keys=False, allow_unicode=True)
-            write_atomically(self._folder / CONFIG_FILE, text)
+            write_atomically(self._folder / CONFIG_FILE, to_yaml(dict(resolved)))
 
     def log_step(self, metrics: Mapping[str, Any]) -> None:
         """Record one training step.
@@ -103,21 +91,14 @@ class RunLogger:
                 ``step_time_s``: wall time [s].
 
         Raises:
-            ValueError: a key is missing, the step is not after the one before, or the time is not
-                positive.
+            ValueError: a key is missing, a count is not an integer, the step is not after the one
+                before, or the time is not positive.
             TypeError: a value is not one number.
         """
         if not self._primary:
             return
-        missing = [key for key in STEP_KEYS if key not in metrics]
-        if missing:
-            raise ValueError(f"a step's metrics lack {', '.join(missing)}")
-        record = {key: to_scalar(key, value) for key, value in metrics.items()}
-        step, tokens, seconds = record["step"], record["tokens"], record["step_time_s"]
-        if not isinstance(step, int) or step <= self._step:
-            raise ValueError(f"step {step} logged after step {self._step}: steps only go up")
-        if not isinstance(tokens, int) or seconds is None or not seconds > 0:
-            raise ValueError(f"step {step}: tokens {tokens} (a count), step_time_s {seconds} (> 0)")
+        record: Record = {key: to_scalar(key, value) for key, value in metrics.items()}
+        step, tokens, seconds = self._check(record)
         self._step = step
         record |= self._throughput.rates(tokens, seconds)
         record |= self._memory()
@@ -181,16 +162,25 @@ class RunLogger:
                 "give a folder that this process may create files in"
             ) from error
         if tensorboard:
-            # Its warning about every NaN says neither which nor when; the log line counts them.
-            logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-            self._events = SummaryWriter(
-                str(folder / TENSORBOARD_FOLDER), purge_step=start_step + 1, flush_secs=10
-            )
+            self._events = ScalarEvents(folder / TENSORBOARD_FOLDER, start_step)
+
+    def _check(self, record: Record) -> tuple[int, int, float]:
+        """The record's step, tokens and seconds, after refusing what cannot be."""
+        missing = [key for key in STEP_KEYS if record.get(key) is None]
+        if missing:
+            raise ValueError(f"a step's metrics lack {', '.join(missing)}")
+        for key in COUNT_KEYS:
+            if not isinstance(record[key], int):
+                raise ValueError(f"{key} is {record[key]}: expected an integer")
+        step, tokens, seconds = record["step"], record["tokens"], record["step_time_s"]
+        if step <= self._step:
+            raise ValueError(f"step {step} logged after step {self._step}: steps only go up")
+        if not seconds > 0:
+            raise ValueError(f"step_time_s of step {step} is {seconds}: expected more than 0")
+        return step, tokens, seconds
 
     def _write(self, step: int, record: Mapping[str, Scalar]) -> None:
         if self._metrics is not None:
             self._metrics.write(record)
         if self._events is not None:
-            for key, value in record.items():
-                if key != "step" and value is not None:
-                    self._events.add_scalar(key, value, step)
+            self._events.write(step, record)

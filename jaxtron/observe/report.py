@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, StringConstraints, Vali
 
 from jaxtron.errors import DataError
 from jaxtron.observe import plots
-from jaxtron.observe.logger import CONFIG_FILE
+from jaxtron.observe.config import CONFIG_FILE
 from jaxtron.observe.records import Record, read_records, write_atomically
 
 NOTES_FILE = "report.json"

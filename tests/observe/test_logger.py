@@ -170,7 +170,9 @@ def test_the_resolved_config_is_yaml_in_its_own_order(tmp_path):
     [
         ({"step": 2}, "steps only go up"),
         ({"step_time_s": 0.0}, "step_time_s"),
-        ({"tokens": 1.5}, "tokens"),
+        ({"step_time_s": math.nan}, "step_time_s"),
+        ({"tokens": 1.5}, r"tokens is 1\.5: expected an integer"),
+        ({"loss": None}, "lack loss"),
     ],
 )
 def test_impossible_metrics_are_refused(tmp_path, change, message):
@@ -184,7 +186,7 @@ def test_impossible_metrics_are_refused(tmp_path, change, message):
 def test_a_missing_metric_is_named(tmp_path):
     incomplete = metrics(1)
     del incomplete["lr"], incomplete["tokens"]
-    with logger(tmp_path) as log, pytest.raises(ValueError, match="lack lr, tokens"):
+    with logger(tmp_path) as log, pytest.raises(ValueError, match="lack tokens, lr"):
         log.log_step(incomplete)
 
 

@@ -11,7 +11,7 @@ import pytest
 from jaxtron.errors import DataError
 from jaxtron.observe import plots
 from jaxtron.observe.records import encode, read_records
-from jaxtron.observe.report import Notes, final_numbers, report_page, write_report
+from jaxtron.observe.report import Notes, final_numbers, read_notes, report_page, write_report
 
 
 def record(step, loss):
@@ -32,14 +32,26 @@ def record(step, loss):
     }
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
     lines = [encode(record(step, 7.0 - step / 10)) for step in range(1, 21)]
     lines.insert(10, encode({"step": 10, "eval_loss": 5.5, "eval_tokens": 64}))
     lines.append(encode({"step": 20, "eval_loss": 5.0, "eval_tokens": 64}))
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "config.yaml").write_text("model:\n  name: <b>&\n")
-    return tmp_path
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "config.yaml").write_text("model:\n  name: <b>&\n")
+    notes = {
+        "title": "First & last",
+        "reference_lines": [{"label": "unigram entropy", "value": 6.25}],
+        "texts": [{"heading": "Generated", "text": "if a < b:"}],
+    }
+    (folder / "report.json").write_text(json.dumps(notes))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run):
+    return report_page(run)
 
 
 class Balance(HTMLParser):
@@ -65,9 +77,8 @@ class Balance(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_needs_no_other_file(run):
+def test_the_page_is_whole_and_needs_no_other_file(page):
     parser = Balance()
-    page = report_page(run)
     parser.feed(page)
     assert parser.open == []
     assert parser.links == []
@@ -75,13 +86,13 @@ def test_the_page_is_whole_and_needs_no_other_file(run):
     assert "@import" not in page
 
 
-def test_the_config_is_shown_as_text(run):
-    assert "name: &lt;b&gt;&amp;" in report_page(run)
+def test_the_config_is_shown_as_text(page):
+    assert "name: &lt;b&gt;&amp;" in page
 
 
 def test_final_numbers_are_those_of_the_metrics(run):
     train, evaluation = read_records(run)
-    notes = Notes.model_validate({"reference_lines": [{"label": "unigram entropy", "value": 6.25}]})
+    notes = read_notes(run)
     rows = dict(final_numbers(train, evaluation, notes))
     assert rows["Steps"] == "20"
     assert rows["Sequences consumed"] == "160"
@@ -97,17 +108,7 @@ def test_final_numbers_are_those_of_the_metrics(run):
     assert rows["Device memory, peak"] == "3.00 GiB"
 
 
-def test_reference_lines_and_texts_reach_the_page(run):
-    (run / "report.json").write_text(
-        json.dumps(
-            {
-                "title": "First & last",
-                "reference_lines": [{"label": "unigram entropy", "value": 6.25}],
-                "texts": [{"heading": "Generated", "text": "if a < b:"}],
-            }
-        )
-    )
-    page = report_page(run)
+def test_reference_lines_and_texts_reach_the_page(page):
     assert "<h1>First &amp; last</h1>" in page
     assert "unigram entropy: 6.250" in page
     assert "<pre>if a &lt; b:</pre>" in page
@@ -121,10 +122,10 @@ def test_reference_lines_and_texts_reach_the_page(run):
         ('{"reference_lines": [{"label": "x", "value": "high"}]}', r"reference_lines\.0\.value"),
     ],
 )
-def test_a_broken_description_is_refused_with_the_place(run, text, message):
-    (run / "report.json").write_text(text)
+def test_a_broken_description_is_refused_with_the_place(tmp_path, text, message):
+    (tmp_path / "report.json").write_text(text)
     with pytest.raises(DataError, match=message):
-        report_page(run)
+        read_notes(tmp_path)
 
 
 def test_a_run_without_evaluation_or_config_has_a_page(tmp_path):
@@ -154,7 +155,8 @@ def test_an_empty_run_is_refused(tmp_path):
         report_page(tmp_path)
 
 
-def test_an_output_that_cannot_be_written_is_refused(run):
+def test_an_output_that_cannot_be_written_is_refused(run, monkeypatch):
+    monkeypatch.setattr("jaxtron.observe.report.report_page", lambda folder: "")
     with pytest.raises(DataError, match="--out"):
         write_report(run, run / "absent" / "page.html")
 
