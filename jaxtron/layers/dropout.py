@@ -154,6 +154,9 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def _threefry(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Threefry-2x32 (Salmon et al. 2011) of (key, key, counter, counter), broadcast."""
+    # The primitive wants operands of one shape that vary over the same axes of a manual mesh;
+    # adding a zero made of all of them gives both.
+    zero = jnp.uint32(0) * sum(operands, start=jnp.uint32(0))
     bind: Callable[..., tuple[jax.Array, jax.Array]] = threefry2x32_p.bind
-    word0, word1 = bind(*jnp.broadcast_arrays(*operands))
+    word0, word1 = bind(*(operand + zero for operand in operands))
     return word0, word1

@@ -29,6 +29,9 @@ class OptimizerConfig:
     lr_wsd_decay_steps: int | None = key(
         None, "Length of WSD's final decay [steps]; required with WSD.", ge=1
     )
+    override_opt_param_scheduler: bool = key(
+        False, "When resuming with another learning-rate plan, use the new one from there on."
+    )
     weight_decay: float = key(
         0.1, "Decoupled decay (adamw) or L2 term (sgd); not on biases and vectors.", ge=0
     )

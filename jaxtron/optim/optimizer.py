@@ -7,14 +7,14 @@ called as ``factory(config, schedule, decay_mask, **config.options)`` and return
     def lion(config, schedule, decay_mask, *, b1=0.9):
         return optax.lion(schedule, b1=b1, weight_decay=config.weight_decay, mask=decay_mask)
 
-Its state must be a tree of arrays. A leaf of the state that has the shape of a parameter and lies
-in a tree like the parameters' is sharded like it; ``schedule`` is the learning rate of
-:mod:`jaxtron.optim.schedule` and counts updates, and ``decay_mask`` is true for parameters that
-weight decay applies to.
+``schedule`` maps a count of updates to the learning rate (:mod:`jaxtron.optim.schedule`) and
+``decay_mask`` is true for parameters that weight decay applies to. The state must be a tree of
+arrays, in which what belongs to the parameters lies in trees like the parameters'.
 """
 
 import importlib
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -24,14 +24,8 @@ from jaxtron.optim.config import OptimizerConfig
 from jaxtron.optim.decay_mask import decay_mask
 from jaxtron.optim.schedule import Schedule, learning_rate_schedule
 
-
-class OptimizerFactory(Protocol):
-    """What stands behind an optimizer's name."""
-
-    def __call__(
-        self, config: OptimizerConfig, schedule: Schedule, decay_mask: Any, **options: Any
-    ) -> optax.GradientTransformation:
-        """Build the update rule; the result of ``update`` is added to the parameters."""
+OptimizerFactory = Callable[..., optax.GradientTransformation]
+"""What stands behind an optimizer's name: ``(config, schedule, decay_mask, **options)``."""
 
 
 def make_optimizer(

@@ -40,13 +40,14 @@ def learning_rate_schedule(config: OptimizerConfig, *, total_steps: int) -> Sche
 
     def schedule(count: jax.Array | int) -> jax.Array:
         n = jnp.asarray(count).astype(jnp.float32)
-        lr = jnp.where(n > decay, config.min_lr, _decayed(config, n, warmup, decay))
         if config.lr_decay_style == "constant":
-            lr = jnp.float32(config.lr)
+            lr = jnp.full_like(n, config.lr)
+        else:
+            lr = jnp.where(n > decay, config.min_lr, _decayed(config, n, warmup, decay))
         if warmup > 0:
             warming = _between(config.lr_warmup_init, config.lr, n / warmup)
             lr = jnp.where(n <= warmup, warming, lr)
-        return jnp.broadcast_to(lr, n.shape).astype(jnp.float32)
+        return lr
 
     return schedule
 
@@ -115,7 +116,6 @@ def _between(start: float, end: float, share: jax.Array) -> jax.Array:
 
 
 _COEFFICIENTS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "constant": jnp.ones_like,
     "linear": lambda x: 1.0 - x,
     "cosine": lambda x: 0.5 * (jnp.cos(jnp.pi * x) + 1.0),
     "exponential": lambda x: 2.0 * jnp.exp2(-x) - 1.0,

@@ -162,9 +162,8 @@ def test_bf16_keeps_its_dtype_and_takes_the_softmax_in_float32():
     q, k, v, _ = (jnp.asarray(x, jnp.bfloat16) for x in random_inputs())
     out = dot_product_attention(q, k, v, scale=0.4, causal=True, backend=XLA)
     assert out.dtype == jnp.bfloat16
-    exact = attention(
-        *(np.asarray(x, np.float64) for x in (q, k, v)), 0.4, np.tile(np.tri(11) > 0, (2, 1, 1))
-    )
+    visible = np.tile(np.tri(11) > 0, (2, 1, 1))
+    exact = attention(*(np.asarray(x, np.float64) for x in (q, k, v)), 0.4, visible)
     # Rounding of probabilities and of the output alone: 2 x 2**-9, on outputs of at most 3.
     np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.012)
 

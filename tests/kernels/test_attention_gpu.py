@@ -60,8 +60,9 @@ def test_cudnn_equals_the_exact_kernel_forward_and_backward(case: str, groups: i
     for a, b in zip(got, want):
         assert np.isfinite(a).all()
         # bf16 rounds inputs of the products to 2**-9 relative; errors are judged against the
-        # largest value, since small ones come from cancellation.
-        assert np.abs(a - b).max() < 0.01 * np.abs(b).max()
+        # largest value, since small ones come from cancellation. The absolute part is for a window
+        # of 1, whose gradients of queries and keys are 0.
+        assert np.abs(a - b).max() < 0.01 * np.abs(b).max() + 1e-5
 
 
 def test_cudnn_gives_other_documents_exactly_no_influence():
