@@ -1,0 +1,1 @@
+"""Training data: indexed datasets, sampling, blends, batches, tokenizers and preprocessing."""

@@ -144,7 +144,7 @@ def _row_format(config: DataConfig, vocab_size: int) -> RowFormat:
             )
         eod = tokenizer.eod if eod is None else eod
         # Where padding and end of document are one id, masking it would leave eod untrained.
-        pad = tokenizer.pad if tokenizer.pad != eod else None
+        pad = None if tokenizer.pad in (eod, tokenizer.eod) else tokenizer.pad
     switches = {
         name: getattr(config, name)
         for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

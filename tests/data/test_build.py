@@ -151,6 +151,17 @@ def test_eod_comes_from_the_key_or_else_from_the_tokenizer(tmp_path):
     assert masked and all((row[k]["tokens"] == 3).any() for k in masked)
 
 
+@pytest.mark.parametrize("pad, loss", [(None, 1), (7, 1), (3, 0)])
+def test_padding_is_masked_unless_it_is_also_the_end_of_document(tmp_path, monkeypatch, pad, loss):
+    tokenizer = types.SimpleNamespace(vocab_size=10, eod=7, pad=pad)
+    monkeypatch.setattr("jaxtron.data.build.load_tokenizer", lambda spec: tokenizer)
+    with IndexedDatasetWriter(tmp_path / "a", "uint16") as writer:
+        writer.add_document([np.array([1, 3, 7, 1, 3, 7, 1, 3, 7])])
+    keys = {"paths": [str(tmp_path / "a")], "split": "1", "tokenizer": "any"}
+    row = build(**keys, sizes={"train_samples": 1}).train[0]
+    assert row["loss_mask"].tolist() == [loss, 1, 1, loss, 1, 1, loss, 1]
+
+
 @pytest.mark.parametrize(
     "keys, message",
     [
