@@ -24,6 +24,7 @@ VERBS = {
     "mesh": "show the device mesh and how every parameter is split over it",
     "checkpoint": "list, show, verify and prune checkpoints",
     "observe": "write a report page of a run",
+    "bench": "measure the speed of the training step",
 }
 """Verb -> one line of help; the code is in the module ``jaxtron.<verb>``."""
 
