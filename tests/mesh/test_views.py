@@ -21,7 +21,7 @@ def inspection():
 
 def test_text_has_a_line_for_every_axis_parameter_and_level(inspection):
     lines = render(inspection).splitlines()
-    start = {line.split()[0]: line for line in lines if line.strip()}
+    start = {line.split()[0]: line for line in reversed(lines) if line.strip()}
     for axis in ("pipeline", "data", "fsdp", "expert", "context", "tensor"):
         assert start[axis].split()[1] == str(inspection.sizes[axis])
     query = " ".join(start["layers/attention/query"].split())
