@@ -2,6 +2,7 @@
 
 import datetime
 import math
+import shutil
 import sys
 from collections.abc import Mapping
 from typing import Literal
@@ -22,8 +23,10 @@ class Console:
         shown = progress == "on" or (progress == "auto" and sys.stderr.isatty())
         self._bar: tqdm | None = None
         if shown:
+            # A pseudo-terminal without a size has 0 rows, on which tqdm would hide the bar.
+            rows = shutil.get_terminal_size().lines
             self._bar = tqdm(
-                total=total_steps, initial=start_step, unit="step", file=sys.stderr, smoothing=0.1
+                total=total_steps, initial=start_step, unit="step", file=sys.stderr, nrows=rows
             )
 
     def line(self, text: str) -> None:

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -261,3 +263,25 @@ def test_tensorboard_hides_the_steps_that_are_trained_again(tmp_path):
         if event.session_log.status == SessionLog.START
     ]
     assert starts == [4]
+
+
+def test_the_bar_shows_on_a_terminal_that_reports_no_size(tmp_path):
+    """As under `script` or `docker -t`: 0 rows, 0 columns."""
+    reader, terminal = os.openpty()
+    program = (
+        "from jaxtron.observe.console import Console\n"
+        "console = Console('auto', total_steps=3, start_step=0)\n"
+        "console.advance({'step': 3, 'loss': 1.0, 'tokens_per_s_per_gpu': 5.0})\n"
+        "console.close()\n"
+    )
+    with os.fdopen(terminal, "wb"):
+        subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=terminal,
+            stderr=terminal,
+            check=True,
+            timeout=60,
+        )
+        shown = os.read(reader, 4096).decode()
+    os.close(reader)
+    assert "3/3" in shown
