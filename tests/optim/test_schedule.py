@@ -29,10 +29,14 @@ def test_cosine_with_warm_up_has_the_closed_form_values():
     }
     for step, value in expected.items():
         assert float(lr(step)) == pytest.approx(value, rel=1e-6, abs=0), step
-    # exact, not only close, where a phase begins or ends
-    assert [float(lr(n)) for n in (0, 10, 100, 101)] == [
-        float(np.float32(x)) for x in (0.0, 1e-3, 1e-4, 1e-4)
-    ]
+
+
+@pytest.mark.parametrize(("lr", "min_lr"), [(1e-3, 1e-4), (3e-4, 3e-5), (3e-4, 7e-5), (6e-4, 1e-5)])
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_values_where_a_phase_begins_or_ends_are_exact(style: str, lr: float, min_lr: float):
+    values = schedule(lr=lr, min_lr=min_lr, lr_warmup_init=min_lr / 3, lr_decay_style=style)
+    expected = [np.float32(x) for x in (min_lr / 3, lr, min_lr, min_lr)]
+    assert [np.float32(values(n)) for n in (0, 10, 100, 101)] == expected
 
 
 def test_an_overridden_plan_gives_its_own_values_at_the_same_steps():
