@@ -341,9 +341,9 @@ def _unreadable(
 
 
 def _brief(error: BaseException) -> str:
-    """First line of an error, of readable length: TensorStore says what at its start, why at its end.
+    """First line of an error, cut to readable length.
 
-    Its dump of settings in brackets is left out.
+    TensorStore says what at its start and why at its end; its settings in brackets are left out.
     """
     line = (str(error).strip().splitlines() or [""])[0].split(" [tensorstore_spec")[0]
     if len(line) > 400:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 _SEEDS = (0x3C6EF372, 0xBB67AE85)
 _HOST = "pinned_host"
@@ -36,18 +36,9 @@ def digest_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     Raises:
         TypeError: an array is complex or holds typed PRNG keys (store ``jax.random.key_data``).
     """
-    groups: dict[Mesh | Sharding, dict[str, jax.Array]] = {}
-    digests: dict[str, str] = {}
-    for name, array in arrays.items():
-        if array.sharding.memory_kind == _HOST:
-            # Offloaded: one array at a time through the device, which may lack the room for all.
-            on_device = jax.device_put(array, array.sharding.with_memory_kind("device"))
-            digests |= _digest_group({name: on_device}, _placement(on_device))
-        else:
-            groups.setdefault(_placement(array), {})[name] = array
-    for placement, group in groups.items():
-        digests |= _digest_group(group, placement)
-    return {name: digests[name] for name in arrays}
+    # A program per array, not one for all: parameters and their moments share theirs.
+    sums = {name: _array_sums(array) for name, array in arrays.items()}
+    return {name: to_hex(value) for name, value in jax.device_get(sums).items()}
 
 
 def block_sums(block: jax.Array, offset: jax.Array) -> jax.Array:
@@ -85,24 +76,18 @@ def to_hex(sums: Iterable[int]) -> str:
     return "".join(f"{int(value) & _MASK:08x}" for value in sums)
 
 
-def _digest_group(arrays: dict[str, jax.Array], placement: Mesh | Sharding) -> dict[str, str]:
-    result = NamedSharding(placement, PartitionSpec()) if isinstance(placement, Mesh) else placement
-    sums = jax.jit(_group_sums, out_shardings=result)(arrays)
-    return {name: to_hex(value) for name, value in jax.device_get(sums).items()}
-
-
-def _group_sums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return {
-        name: block_sums(array, jnp.zeros(array.ndim, jnp.uint32)) for name, array in arrays.items()
-    }
-
-
-def _placement(array: jax.Array) -> Mesh | Sharding:
-    """What arrays must share to go through one program: the mesh, or the very sharding."""
+def _array_sums(array: jax.Array) -> jax.Array:
+    """The sums of a whole array, replicated over its devices."""
+    if array.sharding.memory_kind == _HOST:
+        array = jax.device_put(array, array.sharding.with_memory_kind("device"))
     sharding = array.sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return sharding.mesh
-    return sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    return jax.jit(_whole_sums, out_shardings=sharding)(array)
+
+
+def _whole_sums(array: jax.Array) -> jax.Array:
+    return block_sums(array, jnp.zeros(array.ndim, jnp.uint32))
 
 
 def _bits(block: jax.Array) -> tuple[jax.Array, bool]:

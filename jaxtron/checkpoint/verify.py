@@ -101,7 +101,7 @@ def _open_array(step_dir: Path, name: str) -> tensorstore.TensorStore:
 def _digest(array: tensorstore.TensorStore) -> str:
     total = np.zeros(2, np.uint32)
     shape: tuple[int, ...] = tuple(array.shape)
-    chunk: tuple[int, ...] = tuple(array.chunk_layout.read_chunk.shape or ())  # scalar: None
+    chunk = tuple(int(n or 1) for n in array.chunk_layout.read_chunk.shape or ())  # scalar: None
     for start, stop in _blocks(shape, chunk):
         index = tuple(slice(a, b) for a, b in zip(start, stop))
         block = array[index].read().result()
