@@ -27,12 +27,6 @@ class CheckpointConfig:
     async_save: bool = key(
         True, "Write in the background, from one host copy of this process's share of the state."
     )
-    max_host_gb: float | None = key(
-        None,
-        "With async_save: false, the most host memory a save copies to at a time [GB]; null: the "
-        "process's whole share.",
-        gt=0,
-    )
     timeout_s: int = key(
         3600, "A save that takes longer than this in the background has failed [s].", ge=1
     )
@@ -72,11 +66,4 @@ class CheckpointConfig:
             raise ConfigError(
                 f"checkpoint.interval is {self.interval} but checkpoint.dir is null: set "
                 "checkpoint.dir to the folder that checkpoints go to, or interval to 0"
-            )
-        if self.max_host_gb is not None and self.async_save:
-            raise ConfigError(
-                f"checkpoint.max_host_gb is {self.max_host_gb:g} with checkpoint.async_save true: "
-                "a background save needs a host copy of the process's whole share, because the "
-                "next step overwrites the arrays; set checkpoint.async_save=false or "
-                "checkpoint.max_host_gb=null"
             )

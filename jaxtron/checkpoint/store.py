@@ -1,10 +1,10 @@
 """Writing and reading the arrays of a state with Orbax.
 
-Host memory is bounded. A background save holds one host copy of the arrays that this process
-writes, made before ``write`` returns, so the next step may overwrite (donate) the device arrays. A
-blocking save may copy in batches of ``max_host_gb``. Reading and compressing work on
-``_IN_FLIGHT_BYTES`` at a time, and arrays are stored in chunks of ``_CHUNK_BYTES``, so that a
-reader on another mesh need not hold whole shards.
+Host memory is bounded. A save holds one host copy of the arrays that this process writes (of each
+array, one replica is written), made before ``write`` returns, so the next step may overwrite
+(donate) the device arrays. Encoding and reading work on ``_IN_FLIGHT_BYTES`` at a time, and arrays
+are stored in chunks of ``_CHUNK_BYTES``, so that a reader on another mesh need not hold whole
+shards. Device memory is not needed for a save, and for a restore no more than the state.
 """
 
 import math
@@ -34,14 +34,10 @@ class StateWriter:
 
     def __init__(self, config: CheckpointConfig, state: Any) -> None:
         largest = _largest_shard_bytes(state)
-        host_gb = config.max_host_gb
         arrays = ocp.PyTreeCheckpointHandler(
             use_ocdbt=True,
             use_zarr3=True,
             save_concurrent_gb=_limit_gb(_IN_FLIGHT_BYTES, largest),
-            save_device_host_concurrent_gb=(
-                None if host_gb is None else _limit_gb(host_gb * _GB, largest)
-            ),
         )
         handler = _StepHandler(
             checksums=config.file_checksums,
@@ -53,7 +49,7 @@ class StateWriter:
         self._checkpointer = ocp.AsyncCheckpointer(handler, timeout_secs=config.timeout_s)
 
     def write(self, step_dir: Path, state: Any, meta: CheckpointMeta) -> None:
-        """Start writing; returns when the state may change, unless memory is limited (then wait).
+        """Start writing in the background; when it returns, the state may change.
 
         Args:
             step_dir: folder that will hold the step; must not exist.
@@ -132,6 +128,6 @@ def _largest_shard_bytes(tree: Any) -> int:
     return max((shard_bytes(leaf) for leaf in jax.tree.leaves(tree)), default=0)
 
 
-def _limit_gb(limit_bytes: float, largest_shard_bytes: int) -> float:
+def _limit_gb(limit_bytes: int, largest_shard_bytes: int) -> float:
     """Orbax refuses a piece that is not smaller than the limit, so let the largest one pass."""
-    return max(limit_bytes, largest_shard_bytes + 1) / _GB
+    return max(limit_bytes, 1.01 * largest_shard_bytes + 1) / _GB

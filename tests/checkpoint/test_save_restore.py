@@ -90,21 +90,21 @@ def test_donating_the_state_right_after_save_does_not_change_the_checkpoint(tmp_
     scramble = jax.jit(
         lambda t: jax.tree.map(lambda a: (a * 0).astype(a.dtype), t), donate_argnums=0
     )
+    scramble(state(mesh(4, 2), hidden=512))  # compiled now, so that it follows the save at once
     with Checkpointer(config(tmp_path)) as checkpointer:
         checkpointer.save(1, tree, {})
-        donated = tree
         for _ in range(5):
             tree = scramble(tree)
-        assert donated["params"]["embedding"]["weight"].is_deleted()
     assert_bitwise(Checkpointer(config(tmp_path)).restore(1, structure)[0], expected)
 
 
-def test_memory_limited_saves_write_the_same(tmp_path):
+def test_arrays_beyond_the_memory_limits_pass_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxtron.checkpoint.store._IN_FLIGHT_BYTES", 1)
+    monkeypatch.setattr("jaxtron.checkpoint.store._CHUNK_BYTES", 64)
     tree = state(mesh(4, 2))
-    # Less than the state, so that it is copied in batches.
-    with Checkpointer(config(tmp_path, async_save=False, max_host_gb=1e-6)) as checkpointer:
+    with Checkpointer(config(tmp_path)) as checkpointer:
         checkpointer.save(1, tree, {})
-    assert_bitwise(Checkpointer(config(tmp_path)).restore(1, abstract(tree, mesh(4, 2)))[0], tree)
+    assert_bitwise(Checkpointer(config(tmp_path)).restore(1, abstract(tree, mesh(1, 8)))[0], tree)
 
 
 def test_restoring_holds_no_second_copy(saved):

@@ -148,7 +148,6 @@ def test_other_programs_checkpoints_are_refused_by_name(tmp_path, name, named):
         ({"finetune": True}, r"checkpoint\.finetune is True but"),
         ({"interval": 5}, r"checkpoint\.interval is 5 but checkpoint\.dir is null"),
         ({"dir": "gs://bucket/run"}, r"checkpoint\.dir is 'gs://bucket/run'"),
-        ({"max_host_gb": 2.0}, r"checkpoint\.async_save=false"),
     ],
 )
 def test_keys_that_cannot_work_together_are_refused(keys, message):
