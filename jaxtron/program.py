@@ -21,15 +21,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtron.config.batch import batch_layout
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate_for_training
-from jaxtron.kernels.attention import AttentionSpec, choose_backend, dot_product_attention
+from jaxtron.kernels.attention import choose_backend, dot_product_attention
+from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
+from jaxtron.layers.dropout import AttentionDropout
+from jaxtron.layers.inputs import Randomness
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
 from jaxtron.models.decoder import Decoder
 from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import make_optimizer
-from jaxtron.optim.schedule import learning_rate
+from jaxtron.optim.schedule import learning_rate_schedule
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.microbatches import GradientPlan
 from jaxtron.parallel.param_layout import is_layout, param_layouts
@@ -43,8 +46,8 @@ State = dict[str, Any]
 class Program:
     """A model, its mesh, and compiled functions over its state.
 
-    The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32) and
-    ``updates`` (optimizer updates applied; a step without a valid token applies none).
+    The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32)
+    and ``updates`` (optimizer updates applied; a step without a valid token applies none).
 
     Args:
         config: the configuration; refused before anything is compiled when it cannot work.
@@ -88,19 +91,23 @@ class Program:
         self.attention_backend = choose_backend(
             config.model.attention_backend,
             AttentionSpec(
-                seq_length=config.data.seq_length,
+                query_length=config.data.seq_length,
+                key_length=config.data.seq_length,
+                num_heads=config.model.num_attention_heads // self.sizes["tensor"],
+                num_query_groups=max(1, config.model.query_groups // self.sizes["tensor"]),
                 head_dim=config.model.head_dim,
-                dtype=DTYPES[precision.compute],
+                dtype=jnp.dtype(DTYPES[precision.compute]),
                 causal=True,
                 window=config.model.window_size,
                 segments=config.data.reset_attention_mask,
+                dropout=config.model.attention_dropout > 0,
             ),
             platform,
         )
         self.optimizer = make_optimizer(
             config.optimizer, total_steps=config.train.steps, logical_axes=self.model.logical
         )
-        self.schedule = learning_rate(config.optimizer, config.train.steps)
+        self.schedule = learning_rate_schedule(config.optimizer, total_steps=config.train.steps)
         self.specs = jax.tree.map(lambda lay: lay.stored_spec, self.layouts, is_leaf=is_layout)
         param_shardings = jax.tree.map(
             lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
@@ -168,19 +175,40 @@ class Program:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def _hidden(self, copies: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    def _hidden(
+        self, copies: Any, batch: Mapping[str, jax.Array], step: jax.Array | None = None
+    ) -> jax.Array:
+        """Final hidden states; ``step`` turns dropout on."""
         config, tokens = self.config, batch["tokens"]
+        randomness = None
+        if step is not None and (config.model.hidden_dropout or config.model.attention_dropout):
+            randomness = Randomness(
+                config=config.model,
+                region=self.region,
+                seed=config.train.seed,
+                step=step,
+                rows=batch["rows"],
+                positions=jnp.arange(tokens.shape[1], dtype=jnp.int32),
+            )
         positions = batch.get("position_ids")
         if positions is None:
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        attend = functools.partial(
-            dot_product_attention,
-            scale=1 / math.sqrt(config.model.head_dim),
-            causal=True,
-            window=config.model.window_size,
-            segment_ids=batch.get("segment_ids"),
-            backend=self.attention_backend,
-        )
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, dropout: AttentionDropout | None
+        ) -> jax.Array:
+            return dot_product_attention(
+                q,
+                k,
+                v,
+                scale=1 / math.sqrt(config.model.head_dim),
+                causal=True,
+                window=config.model.window_size,
+                segment_ids=batch.get("segment_ids"),
+                dropout=dropout,
+                backend=self.attention_backend,
+            )
+
         return self.model.hidden(
             copies,
             self.plan.fetch,
@@ -188,13 +216,16 @@ class Program:
             positions,
             self.region,
             attend,
+            randomness=randomness,
             recompute=config.train.recompute,
             drop_gathered=self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
         )
 
-    def _objective(self, copies: Any, batch: Mapping[str, jax.Array]) -> Any:
+    def _objective(
+        self, copies: Any, batch: Mapping[str, jax.Array], step: jax.Array | None = None
+    ) -> Any:
         """Pieces of one microbatch's objective and plain loss."""
-        x = self._hidden(copies, batch)
+        x = self._hidden(copies, batch, step)
         cross_entropy = CrossEntropy(
             region=self.region,
             vocab_size=self.config.model.vocab_size,
@@ -222,27 +253,45 @@ class Program:
     def _count(self, loss_mask: jax.Array) -> jax.Array:
         return self.region.sum(jnp.sum(loss_mask > 0, dtype=jnp.int32), self._batch_axes())
 
-    def _loss_and_gradients(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
+    def _global_rows(self, microbatches: int, rows: int) -> jax.Array:
+        """Rows of the global batch ``[microbatch, row]`` that this device holds."""
+        shard: jax.Array | int = 0
+        for axis in self.rules.axes("batch"):
+            shard = shard * self.sizes[axis] + lax.axis_index(axis)
+        first = jnp.arange(microbatches, dtype=jnp.int32) * self.placement.rows_per_microbatch
+        return first[:, None] + shard * rows + jnp.arange(rows, dtype=jnp.int32)
+
+    def _loss_and_gradients(
+        self, params: Any, batch: Mapping[str, jax.Array], step: jax.Array
+    ) -> Any:
         """Local view: loss and token count (alike everywhere), gradients as stored shards."""
-        weights = self._token_weights(batch["loss_mask"])
-        loss, grads = self.plan.value_and_gradients(
-            self._objective, params, {**batch, "token_weights": weights}
-        )
+        microbatches = {
+            **batch,
+            "token_weights": self._token_weights(batch["loss_mask"]),
+            "rows": self._global_rows(*batch["tokens"].shape[:2]),
+        }
+        objective = functools.partial(self._objective, step=step)
+        loss, grads = self.plan.value_and_gradients(objective, params, microbatches)
         return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads
 
-    def loss_and_gradients(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
-        """Loss, number of valid tokens, and gradients of a global batch (traceable)."""
+    def loss_and_gradients(
+        self, params: Any, batch: Mapping[str, jax.Array], step: jax.Array | int = 0
+    ) -> Any:
+        """Loss, number of valid tokens, and gradients of a global batch (traceable).
+
+        ``step`` is the number of steps done; dropout depends on it.
+        """
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
             self._loss_and_gradients,
-            (self.specs, batch_specs),
+            (self.specs, batch_specs, PartitionSpec()),
             (PartitionSpec(), PartitionSpec(), self.specs),
         )
-        return function(params, batch)
+        return function(params, dict(batch), jnp.asarray(step, jnp.int32))
 
     def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
         params = state["params"]
-        loss, tokens, grads = self.loss_and_gradients(params, batch)
+        loss, tokens, grads = self.loss_and_gradients(params, batch, state["step"])
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
         applies = tokens > 0
@@ -284,7 +333,7 @@ class Program:
         function = self._manual(
             local, (self.specs, batch_specs), (PartitionSpec(), PartitionSpec())
         )
-        return function(params, batch)
+        return function(params, dict(batch))
 
     def _next_token_logits(self, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
         """fp32 logits ``[b, vocab_size]`` of the token after position ``last [b]``.

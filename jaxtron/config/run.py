@@ -4,7 +4,6 @@ from typing import Literal
 
 from jaxtron.config.fields import key, section
 
-
 Recompute = Literal["none", "selective", "full"]
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.parameter import normal, zeros
 from jaxtron.layers.rope import apply_rotary
@@ -39,8 +39,11 @@ class Attention(nnx.Module):
             self.query_norm = Norm(config, channels, "head_dim")
             self.key_norm = Norm(config, channels, "head_dim")
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
+    def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
+        """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream.
+
+        ``layer`` is the layer's number in the whole model.
+        """
         region, groups = inputs.region, self.config.query_groups
         x = region.gather_sequence(x)
         query_w = self.query[...]
@@ -61,7 +64,8 @@ class Attention(nnx.Module):
         if inputs.rotary is not None:
             q, k = apply_rotary(q, *inputs.rotary), apply_rotary(k, *inputs.rotary)
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
-        core = checkpoint_name(inputs.attend(q, k, v), "core_attn")
+        drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
+        core = checkpoint_name(inputs.attend(q, k, v, drop), "core_attn")
         y = region.reduce_sequence(jnp.einsum("bsnd,ndh->bsh", core, self.output[...]))
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)

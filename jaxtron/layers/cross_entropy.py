@@ -1,9 +1,10 @@
 """Output layer and cross-entropy in one, over a split vocabulary, a chunk of tokens at a time.
 
-Logits of all tokens would be the largest array of the step (8192 tokens x 128k words in fp32: 4 GiB).
-Here a chunk's logits live only while its loss and its gradients are computed: because the loss is the
-end of the objective, the forward pass already knows the gradient, and no logits are kept or computed
-twice. Softmax and loss are fp32.
+Logits of all tokens would be the largest array of the step (8192 tokens x 128k words in fp32 are
+4 GiB).
+Here a chunk's logits live only while its loss and its gradients are computed: because the loss is
+the end of the objective, the forward pass already knows the gradient, and no logits are kept or
+computed twice. Softmax and loss are fp32.
 """
 
 import functools

@@ -4,10 +4,62 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
+from jaxtron.layers.dropout import AttentionDropout, dropout, dropout_key
+from jaxtron.models.config import ModelConfig
 from jaxtron.parallel.region import Region
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, AttentionDropout | None], jax.Array]
+LayerNumber = jax.Array | int
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """Dropout of one training step's microbatch, drawn at global indices.
+
+    A mask is a function of (seed, step, row in the global batch, layer, site, token position,
+    feature or head), so neither the mesh nor the microbatch cut changes it.
+
+    Attributes:
+        config: the dropout rates.
+        region: the manual region.
+        seed: ``train.seed``.
+        step: steps done, int32 scalar.
+        rows: ``[b]`` rows in the global batch.
+        positions: ``[s]`` token positions in the row.
+    """
+
+    config: ModelConfig
+    region: Region
+    seed: int
+    step: jax.Array
+    rows: jax.Array
+    positions: jax.Array
+
+    def hidden(self, x: jax.Array, layer: LayerNumber, site: str) -> jax.Array:
+        """Dropout of the residual stream's form ``x [b, s/tensor, h]`` at a named site."""
+        return dropout(
+            x,
+            dropout_key(self.seed, self.step, layer, site),
+            rate=self.config.hidden_dropout,
+            rows=self.rows,
+            positions=self.region.own_sequence(self.positions, axis=0),
+        )
+
+    def attention(self, heads: int, layer: LayerNumber) -> AttentionDropout | None:
+        """Dropout of the attention probabilities of this device's ``heads`` query heads."""
+        if self.config.attention_dropout == 0:
+            return None
+        first = self.region.index("tensor") * heads
+        return AttentionDropout(
+            key=dropout_key(self.seed, self.step, layer, "attention_probabilities"),
+            rate=self.config.attention_dropout,
+            rows=self.rows,
+            heads=first + jnp.arange(heads, dtype=jnp.int32),
+            query_positions=self.positions,
+            key_positions=self.positions,
+        )
 
 
 @dataclass(frozen=True)
@@ -16,11 +68,17 @@ class LayerInputs:
 
     Attributes:
         region: the verbs of the manual region.
-        attend: ``(q [b,s,n,d], k [b,s,g,d], v [b,s,g,d]) -> [b,s,n,d]``, the chosen kernel with its
-            mask.
+        attend: ``(q [b,s,n,d], k [b,s,g,d], v [b,s,g,d], dropout) -> [b,s,n,d]``, the chosen kernel
+            with its mask.
         rotary: tables ``(cos, sin)`` of the rotary embedding, or None.
+        randomness: dropout of this step, or None when nothing is dropped.
     """
 
     region: Region
     attend: Attend
     rotary: tuple[jax.Array, jax.Array] | None
+    randomness: Randomness | None
+
+    def hidden_dropout(self, x: jax.Array, layer: LayerNumber, site: str) -> jax.Array:
+        """Dropout of ``x [b, s/tensor, h]``, when there is any."""
+        return x if self.randomness is None else self.randomness.hidden(x, layer, site)

@@ -1,8 +1,8 @@
 """Parameters with named dimensions.
 
-Every parameter is an ``nnx.Param`` whose metadata key ``logical`` names its dimensions; the table in
-``jaxtron/mesh/rules.py`` maps the names to mesh axes. (Flax's own ``sharding`` key is not used: it
-makes Flax place arrays eagerly on a mesh.)
+Every parameter is an ``nnx.Param`` whose metadata key ``logical`` names its dimensions; the table
+in ``jaxtron/mesh/rules.py`` maps the names to mesh axes. (Flax's own ``sharding`` key is not used:
+it makes Flax place arrays eagerly on a mesh.)
 
 Initial values follow Megatron: N(0, std) for weights, 0 for biases, 1 for norm weights.
 """

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 
 from jaxtron.layers.attention import Attention
-from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.mlp import MLP
 from jaxtron.layers.norm import Norm
 from jaxtron.models.config import ModelConfig
@@ -25,7 +25,9 @@ class TransformerLayer(nnx.Module):
         self.mlp_norm = Norm(config, config.hidden_size)
         self.mlp = MLP(config, rngs, output_std)
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """Advance the residual stream ``x [b, s/tensor, h]`` by one layer."""
-        x = x + self.attention(self.attention_norm(x), inputs)
-        return x + self.mlp(self.mlp_norm(x), inputs)
+    def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
+        """Advance the residual stream ``x [b, s/tensor, h]`` by layer number ``layer``."""
+        y = self.attention(self.attention_norm(x), inputs, layer)
+        x = x + inputs.hidden_dropout(y, layer, "attention")
+        y = self.mlp(self.mlp_norm(x), inputs)
+        return x + inputs.hidden_dropout(y, layer, "mlp")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from jaxtron.nearest import nearest
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.axes import AXES
+from jaxtron.nearest import nearest
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     # activations
@@ -84,7 +84,7 @@ class LogicalRules:
             for axis in axes:
                 if axis in used:
                     raise ConfigError(
-                        f"{where}: mesh axis {axis!r} would split both {used[axis]!r} and {name!r}; "
+                        f"{where}: mesh axis {axis!r} would split {used[axis]!r} and {name!r}; "
                         f"change parallel.rules.{used[axis]} or parallel.rules.{name}"
                     )
                 used[axis] = str(name)

@@ -10,7 +10,7 @@ from jax import lax
 
 from jaxtron.config.run import Recompute
 from jaxtron.layers.embedding import Embedding
-from jaxtron.layers.inputs import Attend, LayerInputs
+from jaxtron.layers.inputs import Attend, LayerInputs, LayerNumber, Randomness
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.parameter import normal
 from jaxtron.layers.remat import remat_layer
@@ -70,9 +70,9 @@ class Decoder:
             for path, variable in nnx.to_flat_state(state):
                 node = names
                 for entry in path[:-1]:
-                    node = node.setdefault(entry, {})
+                    node = node.setdefault(str(entry), {})
                 logical = tuple(variable.get_metadata("logical"))
-                node[path[-1]] = ("layers", *logical) if stack else logical
+                node[str(path[-1])] = ("layers", *logical) if stack else logical
             self.logical[part] = names
 
     def init(self, key: jax.Array) -> Params:
@@ -106,6 +106,7 @@ class Decoder:
         region: Region,
         attend: Attend,
         *,
+        randomness: Randomness | None = None,
         recompute: Recompute = "none",
         drop_gathered: bool = False,
     ) -> jax.Array:
@@ -119,6 +120,7 @@ class Decoder:
             positions: ``[s]`` or ``[b, s]``.
             region: the manual region.
             attend: the attention kernel.
+            randomness: dropout, in training.
             recompute: ``train.recompute``.
             drop_gathered: gather weights again in the backward pass.
         """
@@ -132,19 +134,22 @@ class Decoder:
             region=region,
             attend=jax.checkpoint(attend) if recompute == "selective" else attend,
             rotary=rotary,
+            randomness=randomness,
         )
+        x = inputs.hidden_dropout(x, 0, "embedding")
         layers = params["layers"]
         scanned = isinstance(layers, dict)
 
-        def layer(x: jax.Array, weights: Params) -> jax.Array:
-            return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs)
+        def layer(x: jax.Array, weights: Params, number: LayerNumber) -> jax.Array:
+            return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs, number)
 
         layer = remat_layer(layer, recompute, drop_gathered=drop_gathered, in_scan=scanned)
         if scanned:
-            x, _ = lax.scan(lambda x, w: (layer(x, w), None), x, layers)
+            numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
+            x, _ = lax.scan(lambda x, each: (layer(x, *each), None), x, (layers, numbers))
         else:
-            for weights in layers:
-                x = layer(x, weights)
+            for number, weights in enumerate(layers):
+                x = layer(x, weights, number)
         norm = nnx.merge(self._graphs["final_norm"], fetch("final_norm", params["final_norm"]))
         return region.gather_sequence(norm(x))
 

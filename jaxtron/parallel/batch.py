@@ -38,7 +38,7 @@ class BatchPlacement:
         # the sequence length does not matter for the rows, only that it can be split
         shape = (self.num_microbatches, r, self.sharding.num_devices)
         indices = self.sharding.addressable_devices_indices_map(shape).values()
-        return sorted({c for index in indices for c in range(r)[index[1]]})
+        return sorted({c for index in indices if index for c in range(r)[index[1]]})
 
     @property
     def rows(self) -> list[int]:
@@ -59,7 +59,8 @@ class BatchPlacement:
             local = local.reshape(m, len(position), *local.shape[1:])
             shape = (m, r, *local.shape[2:])
 
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
+            def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # every device of this process holds a part
                 own = [position[c] for c in range(r)[index[1]]]
                 return local[index[0], own][:, :, *index[2:]]
 

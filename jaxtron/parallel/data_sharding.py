@@ -52,9 +52,7 @@ def scatter_gradient(g: jax.Array, layout: ParamLayout, reduce_dtype: Any) -> ja
     return g.astype(jnp.float32)
 
 
-def sum_gradient(
-    g: jax.Array, layout: ParamLayout, region: Region, reduce_dtype: Any
-) -> jax.Array:
+def sum_gradient(g: jax.Array, layout: ParamLayout, region: Region, reduce_dtype: Any) -> jax.Array:
     """Sum a scattered gradient over the axes on which the stored parameter is replicated."""
     axes = region.live(layout.replicated_axes)
     if not axes:

@@ -112,13 +112,17 @@ def param_layouts(
     zero_axes = rules.axes("zero") if data_sharding != "no_shard" else ()
     parts = int(np.prod([rules.sizes[a] for a in zero_axes], initial=1))
 
-    def layout(path: Any, shape: jax.ShapeDtypeStruct, names: tuple[str | None, ...]) -> ParamLayout:
+    def layout(
+        path: Any, shape: jax.ShapeDtypeStruct, names: tuple[str | None, ...]
+    ) -> ParamLayout:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         spec = rules.spec(names, shape.shape, name)
         axes = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in spec)
         matrix = not is_vector(name, names)
         free = tuple(a for a in zero_axes if all(a not in e for e in axes)) if matrix else ()
-        split = parts if free == zero_axes else int(np.prod([rules.sizes[a] for a in free], initial=1))
+        split = (
+            parts if free == zero_axes else int(np.prod([rules.sizes[a] for a in free], initial=1))
+        )
         dim = _zero_dim(names, shape.shape, axes, rules.sizes, split) if free else None
         return ParamLayout(
             name=name,

@@ -1,14 +1,14 @@
 """The manual region: what one device knows of the mesh, and the verbs layers use.
 
-The loss and its gradients are computed in one ``jax.shard_map`` that is manual over every mesh axis.
+The loss and its gradients are computed in one ``jax.shard_map``, manual over every mesh axis.
 There, each device computes a *piece* of the objective such that the sum of the pieces over all
 devices is the loss: a value that several devices hold alike is divided by their number. Then the
 transpose of every collective below is exact, and a parameter's gradient is the sum over the axes on
 which the parameter is replicated (``data_sharding.py``).
 
 Between blocks the residual stream is ``[batch, sequence, embed]``. With sequence parallelism its
-sequence is split over ``tensor`` (Korthikanti et al. 2022, arXiv:2205.05198), otherwise every member
-of a tensor group holds it whole.
+sequence is split over ``tensor`` (Korthikanti et al. 2022, arXiv:2205.05198), otherwise every
+member of a tensor group holds it whole.
 """
 
 from collections.abc import Mapping, Sequence

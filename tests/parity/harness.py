@@ -5,7 +5,9 @@ compares loss, every gradient leaf, gradient norm and the state after three SGD 
 one device. SGD, because Adam hides a constant factor on gradients.
 """
 
+import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
@@ -43,6 +45,7 @@ def make_config(model: dict | None = None, parallel: dict | None = None, **secti
         },
         "optimizer": {
             "name": "sgd",
+            "sgd_momentum": 0.0,
             "lr": 0.1,
             "min_lr": 0.1,
             "lr_decay_style": "constant",
@@ -83,9 +86,23 @@ def rows_of(program: Program, batch: dict[str, np.ndarray]) -> dict[str, jax.Arr
     return program.place({k: v[program.placement.rows] for k, v in batch.items()})
 
 
+@functools.lru_cache(maxsize=4)
+def _initial_state(model: str, optimizer: str) -> Any:
+    config = make_config(model=json.loads(model), optimizer=json.loads(optimizer))
+    return jax.tree.map(np.asarray, Program(config, jax.devices()[:1]).init_state())
+
+
+def initial_state(program: Program) -> Any:
+    """The same saved weights for every mesh, put on the program's devices."""
+    model = dataclasses.asdict(program.config.model)
+    optimizer = dataclasses.asdict(program.config.optimizer)
+    saved = _initial_state(json.dumps(model), json.dumps(optimizer))
+    return jax.tree.map(jax.device_put, saved, program.state_shardings)
+
+
 def run(program: Program, steps: int = 3) -> dict[str, Any]:
     """Loss and gradients of the first batch, metrics of each step, and the final state."""
-    state = program.init_state()
+    state = initial_state(program)
     first = rows_of(program, make_batch(program.config))
     loss, tokens, grads = jax.jit(program.loss_and_gradients)(state["params"], first)
     assert_replicas_equal(grads)
@@ -96,7 +113,9 @@ def run(program: Program, steps: int = 3) -> dict[str, Any]:
         "metrics": [],
     }
     for step in range(steps):
-        state, metrics = program.train_step(state, rows_of(program, make_batch(program.config, step)))
+        state, metrics = program.train_step(
+            state, rows_of(program, make_batch(program.config, step))
+        )
         result["metrics"].append(jax.tree.map(float, metrics))
     assert_replicas_equal(state)
     result["params"] = jax.tree.map(np.asarray, state["params"])
@@ -105,16 +124,12 @@ def run(program: Program, steps: int = 3) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=32)
 def _reference(key: str) -> dict[str, Any]:
-    import json
-
     raw = json.loads(key)
     return run(Program(make_config(**raw), jax.devices()[:1]))
 
 
 def reference(**raw: dict) -> dict[str, Any]:
     """The one-device run of a configuration, computed once per process."""
-    import json
-
     raw.pop("parallel", None)
     return _reference(json.dumps(raw, sort_keys=True))
 

@@ -1,0 +1,140 @@
+"""``python -m jaxtron.generate --run DIR --prompt TEXT``: continue a text with a trained model."""
+
+import argparse
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxtron.checkpoint.checkpointer import Checkpointer
+from jaxtron.cli import run
+from jaxtron.config.load import load_config
+from jaxtron.data.tokenizers import Tokenizer, load_tokenizer
+from jaxtron.errors import CheckpointError, ConfigError
+from jaxtron.launch.initialize import launch
+from jaxtron.program import Program
+from jaxtron.resume import check_architecture
+
+EXAMPLE = """example:
+  python -m jaxtron.generate --config run/config.yaml --prompt "def main(" --max-tokens 60
+"""
+
+
+def generate(
+    program: Program,
+    params: object,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int = 40,
+    seed: int = 0,
+) -> str:
+    """Continuation of ``prompt`` by sampling token after token.
+
+    The whole row is computed again for each token (no key/value cache): meant for looking at a
+    model, not for serving.
+
+    Args:
+        program: the compiled program of the model.
+        params: its parameters.
+        tokenizer: of the training data.
+        prompt: text to continue; its last ``seq_length - 1`` tokens are seen.
+        max_tokens: tokens to add at most; an end of document stops earlier.
+        temperature: 0 takes the likeliest token.
+        top_k: sample among this many likeliest tokens.
+        seed: of the draws.
+
+    Raises:
+        ConfigError: the prompt has no token, or one that the model does not have.
+    """
+    ids = tokenizer.encode(prompt)
+    vocab = program.config.model.vocab_size
+    if not ids:
+        raise ConfigError("--prompt is empty: give at least one token to continue")
+    if max(ids) >= vocab:
+        raise ConfigError(
+            f"--prompt has token {max(ids)}, the model has {vocab}: use the tokenizer that the "
+            "model was trained with"
+        )
+    length = program.config.data.seq_length
+    rng = np.random.default_rng(seed)
+    added: list[int] = []
+    while len(added) < max_tokens:
+        window = (ids + added)[-length:]
+        row = np.zeros((1, length), np.int32)
+        row[0, : len(window)] = window
+        last = np.array([len(window) - 1], np.int32)
+        logits = np.asarray(program.next_token_logits(params, row, last))[0].astype(np.float64)
+        if temperature == 0:
+            token = int(np.argmax(logits))
+        else:
+            best = np.argsort(logits)[-top_k:]
+            weights = np.exp((logits[best] - logits[best].max()) / temperature)
+            token = int(rng.choice(best, p=weights / weights.sum()))
+        if token == tokenizer.eod:
+            break
+        added.append(token)
+    return tokenizer.decode(added)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Load the newest checkpoint of a run and print a continuation."""
+    parser = argparse.ArgumentParser(
+        prog="jaxtron generate",
+        description="Continue a text with a trained model.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", required=True, help="config.yaml of the run")
+    parser.add_argument(
+        "--checkpoint", help="folder of checkpoints or of one step; default: the run's"
+    )
+    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values over those of the file"
+    )
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    config = load_config(args.config, args.overrides)
+    launch(config.runtime)
+    if config.data.tokenizer is None:
+        raise ConfigError("data.tokenizer is null: generation needs the run's tokenizer")
+    folder = args.checkpoint or config.checkpoint.dir
+    if folder is None:
+        raise CheckpointError("checkpoint.dir is null: give --checkpoint FOLDER")
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    program = Program(config)
+    checkpointer = Checkpointer(
+        dataclasses.replace(config.checkpoint, dir=None, interval=0, load=str(Path(folder)))
+    )
+    start = checkpointer.start_point()
+    if start is None:
+        raise CheckpointError(f"{folder} holds no complete checkpoint")
+    meta = checkpointer.read_meta(start.step, directory=start.directory)
+    check_architecture(config, meta, str(start.directory))
+    abstract = {"params": program.abstract_state()["params"]}
+    state, _ = checkpointer.restore(start.step, abstract, directory=start.directory)
+    text = generate(
+        program,
+        state["params"],
+        tokenizer,
+        args.prompt,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    print(args.prompt + text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main))

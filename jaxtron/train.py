@@ -1,0 +1,55 @@
+"""``python -m jaxtron.train --config FILE [section.key=value ...]``: train a model."""
+
+import argparse
+import logging
+import sys
+
+from jaxtron.cli import run
+from jaxtron.config.help import help_config
+from jaxtron.config.load import load_config
+from jaxtron.launch.initialize import launch, shutdown
+from jaxtron.trainer import Trainer
+
+EXAMPLE = """example:
+  python -m jaxtron.train --config configs/tiny.yaml train.steps=20 parallel.tensor=2 \\
+      runtime.cpu_devices=8 checkpoint.dir=run/checkpoints observe.dir=run
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, launch, train; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="jaxtron train",
+        description="Train a model. A run resumes from the newest checkpoint in checkpoint.dir.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file, or the name of a preset")
+    parser.add_argument(
+        "--help-config", action="store_true", help="list every configuration key and exit"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="values over those of the file"
+    )
+    args = parser.parse_args(argv)
+    if args.help_config:
+        print(help_config())
+        return 0
+    # force: libraries imported above may have set up logging already.
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
+    for noisy in ("absl", "jax", "orbax"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    config = load_config(args.config, args.overrides)
+    launch(config.runtime)
+    result = Trainer(config).fit()
+    eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
+    loss = "" if result.loss is None else f", loss {result.loss:.4f}"
+    logging.getLogger(__name__).info(
+        "stopped at step %d (%s)%s%s", result.step, result.reason, loss, eval_loss
+    )
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(run(main))

@@ -1,0 +1,248 @@
+"""The training loop: data, step, metrics, evaluation, checkpoints. No parallelism in it."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtron.checkpoint.checkpointer import Checkpointer
+from jaxtron.config.config import Config
+from jaxtron.config.dump import to_dict
+from jaxtron.data.build import Datasets, build_datasets
+from jaxtron.data.loader import batches
+from jaxtron.errors import DataError
+from jaxtron.observe.logger import RunLogger
+from jaxtron.observe.profiler import StepProfiler
+from jaxtron.observe.throughput import Throughput
+from jaxtron.program import Program, State
+from jaxtron.resume import check_architecture, check_continuation, run_meta
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a launch ended.
+
+    Attributes:
+        step: steps done.
+        loss: of the last step [nats per token]; None when this launch took none.
+        eval_loss: of the last evaluation; None without one.
+        reason: why it ended: ``finished``, ``exit_interval`` or ``exit_duration_min``.
+    """
+
+    step: int
+    loss: float | None
+    eval_loss: float | None
+    reason: str
+
+
+class Trainer:
+    """Trains as the configuration says, resuming where the run's checkpoints end.
+
+    Args:
+        config: the configuration.
+        devices: devices to use; default: all of the job.
+    """
+
+    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        self.config = config
+        self.program = Program(config, devices)
+        self.checkpointer = Checkpointer(config.checkpoint)
+        self.datasets = self._open_data()
+
+    def fit(self) -> Result:
+        """Train to ``train.steps``, or until an exit condition; saves at the end."""
+        config = self.config
+        state, start, consumed = self._start()
+        logger = RunLogger(
+            config.observe,
+            total_steps=config.train.steps,
+            primary=jax.process_index() == 0,
+            throughput=Throughput.of(
+                config.model, config.data.seq_length, config.observe.peak_tflops
+            ),
+            start_step=start,
+        )
+        with self.checkpointer, logger:
+            logger.write_config(to_dict(config))
+            return self._loop(state, start, consumed, logger)
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def _open_data(self) -> Datasets:
+        config = self.config
+        rows = config.train.global_batch_size
+        evaluates = config.eval.interval > 0 and config.eval.iters > 0
+        return build_datasets(
+            config.data,
+            vocab_size=config.model.vocab_size,
+            seed=config.train.seed,
+            train_samples=config.train.steps * rows,
+            valid_samples=config.eval.iters * rows if evaluates else 0,
+            test_samples=0,
+        )
+
+    def _start(self) -> tuple[State, int, int]:
+        """State, steps done and samples consumed at the start of this launch."""
+        start = self.checkpointer.start_point()
+        if start is None:
+            return self.program.init_state(), 0, 0
+        where = str(start.directory / str(start.step))
+        meta = self.checkpointer.read_meta(start.step, directory=start.directory)
+        check_architecture(self.config, meta, where)
+        if not start.weights_only:
+            check_continuation(self.config, meta, where)
+        abstract = start.select(self.program.abstract_state())
+        restored, meta = self.checkpointer.restore(start.step, abstract, directory=start.directory)
+        if set(restored) != set(self.program.abstract_state()):
+            restored = {**self.program.init_state(), **restored}
+        if start.weights_only:
+            return restored, 0, 0
+        return restored, start.step, int(meta["consumed_samples"])
+
+    # -- loop ----------------------------------------------------------------------------------
+
+    def _batches(self, dataset: Any, start_sample: int, *, evaluation: bool) -> Iterator[Any]:
+        data = self.config.data
+        return batches(
+            dataset,
+            global_batch_size=self.config.train.global_batch_size,
+            start_sample=start_sample,
+            rows=self.program.placement.rows,
+            dataloader_type="single" if evaluation else data.dataloader_type,
+            seed=self.config.train.seed,
+            pad_last=evaluation,
+            num_workers=data.num_workers,
+            num_threads=data.num_threads,
+            prefetch=data.prefetch,
+        )
+
+    def _loop(self, state: State, start: int, consumed: int, logger: RunLogger) -> Result:
+        config, program = self.config, self.program
+        rows = config.train.global_batch_size
+        profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
+        began = time.monotonic()
+        step, loss, eval_loss = start, None, None
+        reason = "finished"
+        source = self._batches(self.datasets.train, consumed, evaluation=False)
+        ahead = self._next(source, step)
+        clock = _StepClock()
+        pending: tuple[int, int, Any] | None = None  # a step whose metrics are still on the device
+
+        def flush() -> None:
+            """Wait for the dispatched step and log it."""
+            nonlocal pending, loss
+            if pending is None:
+                return
+            done_step, done_samples, metrics = pending
+            values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+            loss = values["loss"]
+            logger.log_step(
+                {
+                    **values,
+                    "step": done_step,
+                    "consumed_samples": done_samples,
+                    "global_batch_size": rows,
+                    "tokens": rows * config.data.seq_length,
+                    "valid_tokens": values["tokens"],
+                    "step_time_s": clock.lap(),
+                }
+            )
+            pending = None
+
+        while step < config.train.steps:
+            assert ahead is not None
+            batch = ahead
+            profiler.before_step(step + 1, state)
+            state, metrics = program.train_step(state, batch)
+            profiler.after_step(step + 1, metrics)
+            flush()
+            step, consumed = step + 1, consumed + rows
+            pending = (step, consumed, metrics)
+            ahead = self._next(source, step) if step < config.train.steps else None
+            exit_reason = self._exit_reason(step, began)
+            last = step == config.train.steps or exit_reason is not None
+            if config.eval.interval and (step % config.eval.interval == 0 or last):
+                flush()
+                eval_loss = self._evaluate(state, step, logger)
+                clock.restart()
+            if self.checkpointer.should_save(step, final=last):
+                flush()
+                self.checkpointer.save(step, state, run_meta(config, consumed))
+                clock.restart()
+            if exit_reason is not None:
+                reason = exit_reason
+                break
+        flush()
+        if step == start and self.checkpointer.should_save(step, final=True):
+            self.checkpointer.save(step, state, run_meta(config, consumed))
+        self.checkpointer.wait()
+        return Result(step, loss, eval_loss, reason)
+
+    def _next(self, source: Iterator[Any], step: int) -> Any:
+        """The next batch, on the devices."""
+        try:
+            return self.program.place(next(source))
+        except StopIteration:
+            dataset = self.datasets.train
+            raise DataError(
+                f"training data ended after step {step}: {dataset.name if dataset else 'train'} "
+                f"has {len(dataset) if dataset else 0} rows, train.steps={self.config.train.steps} "
+                f"x train.global_batch_size={self.config.train.global_batch_size} rows are asked "
+                "for; use fewer steps or data.dataloader_type=cyclic"
+            ) from None
+
+    def _exit_reason(self, step: int, began: float) -> str | None:
+        train = self.config.train
+        if train.exit_interval is not None and step % train.exit_interval == 0:
+            return "exit_interval"
+        if train.exit_duration_min is not None:
+            elapsed = np.float64(time.monotonic() - began)
+            if jax.process_count() > 1:  # every process must take the same branch
+                from jax.experimental import multihost_utils
+
+                elapsed = multihost_utils.broadcast_one_to_all(elapsed)
+            if elapsed > 60 * train.exit_duration_min:
+                return "exit_duration_min"
+        return None
+
+    def _evaluate(self, state: State, step: int, logger: RunLogger) -> float | None:
+        """Mean loss over the first ``eval.iters`` global batches of the validation split.
+
+        Every evaluation sees the same rows, so that its curve has no sampling noise.
+        """
+        dataset = self.datasets.valid
+        if dataset is None:
+            return None
+        total, tokens = 0.0, 0
+        for index, batch in enumerate(self._batches(dataset, 0, evaluation=True)):
+            if index == self.config.eval.iters:
+                break
+            loss, count = self.program.eval_step(state["params"], self.program.place(batch))
+            total += float(loss)
+            tokens += int(count)
+        if tokens == 0:
+            raise DataError(f"{dataset.name}: evaluation found no token to predict")
+        logger.log_eval(step, {"eval_loss": total / tokens, "eval_tokens": tokens})
+        return total / tokens
+
+
+class _StepClock:
+    """Wall time from the end of one step to the end of the next."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+    def restart(self) -> None:
+        """Leave out what happened since the last lap (evaluation, saving)."""
+        self._last = time.perf_counter()

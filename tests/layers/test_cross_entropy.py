@@ -1,0 +1,95 @@
+"""The chunked output layer against a float64 softmax cross-entropy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtron.layers.cross_entropy import CrossEntropy
+from jaxtron.mesh.axes import AXES
+from jaxtron.parallel.region import Region
+
+REGION = Region(dict.fromkeys(AXES, 1), sequence_parallel=False)
+VOCAB, PADDED, TOKENS, WIDTH = 11, 16, 13, 8
+
+
+def numpy_loss(
+    x: np.ndarray, weight: np.ndarray, labels: np.ndarray, token_weights: np.ndarray, z: float
+) -> float:
+    logits = x.astype(np.float64) @ weight[:VOCAB].astype(np.float64).T
+    log_z = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    nll = log_z - logits[np.arange(len(labels)), labels]
+    return float(np.sum((nll + z * log_z**2) * token_weights))
+
+
+@pytest.fixture
+def arrays() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(TOKENS, WIDTH)).astype(np.float32)
+    weight = rng.normal(size=(PADDED, WIDTH)).astype(np.float32)
+    labels = rng.integers(0, VOCAB, TOKENS).astype(np.int32)
+    token_weights = (rng.random(TOKENS) < 0.7) * rng.random(TOKENS)
+    return x, weight, labels, token_weights.astype(np.float32)
+
+
+@pytest.mark.parametrize("z", [0.0, 0.01])
+@pytest.mark.parametrize("chunk", [1, 5, 13, 64])
+def test_loss_is_the_weighted_cross_entropy_for_any_chunk(
+    arrays: tuple[np.ndarray, ...], z: float, chunk: int
+) -> None:
+    ce = CrossEntropy(REGION, VOCAB, z_loss_coeff=z, chunk_tokens=chunk)
+    objective, loss = ce(*arrays)
+    np.testing.assert_allclose(objective, numpy_loss(*arrays, z), rtol=1e-6)
+    np.testing.assert_allclose(loss, numpy_loss(*arrays, 0.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("z", [0.0, 0.01])
+def test_gradients_are_the_slopes_of_the_loss(arrays: tuple[np.ndarray, ...], z: float) -> None:
+    x, weight, labels, token_weights = arrays
+    ce = CrossEntropy(REGION, VOCAB, z_loss_coeff=z, chunk_tokens=4)
+    gx, gw = jax.grad(lambda x, w: ce(x, w, labels, token_weights)[0], (0, 1))(x, weight)
+    rng, eps = np.random.default_rng(1), 1e-6
+    for target, gradient in ((0, gx), (1, gw)):
+        direction = rng.normal(size=arrays[target].shape)
+
+        def shifted(sign: int, target: int = target, direction: np.ndarray = direction) -> float:
+            moved = [a.astype(np.float64) for a in (x, weight)]
+            moved[target] = moved[target] + sign * eps * direction
+            return numpy_loss(*moved, labels, token_weights, z)
+
+        slope = (shifted(1) - shifted(-1)) / (2 * eps)
+        np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4)
+
+
+def test_padding_rows_of_the_vocabulary_have_no_gradient(arrays: tuple[np.ndarray, ...]) -> None:
+    x, weight, labels, token_weights = arrays
+    ce = CrossEntropy(REGION, VOCAB)
+    gw = jax.grad(lambda w: ce(x, w, labels, token_weights)[0])(weight)
+    assert np.all(np.asarray(gw)[VOCAB:] == 0)
+    assert np.any(np.asarray(gw)[:VOCAB] != 0)
+
+
+def test_zero_logits_give_the_logarithm_of_the_vocabulary() -> None:
+    x, weight = np.zeros((4, WIDTH), np.float32), np.ones((PADDED, WIDTH), np.float32)
+    _, loss = CrossEntropy(REGION, VOCAB)(
+        x, weight, np.arange(4, dtype=np.int32), np.full(4, 0.25, np.float32)
+    )
+    np.testing.assert_allclose(loss, np.log(VOCAB), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_masked_tokens_do_not_leak_whatever_their_values(
+    arrays: tuple[np.ndarray, ...], bad: float
+) -> None:
+    x, weight, labels, token_weights = arrays
+    token_weights[3] = 0
+    clean = jax.value_and_grad(
+        lambda x, w: CrossEntropy(REGION, VOCAB)(x, w, labels, token_weights)[0], (0, 1)
+    )
+    expected = clean(jnp.asarray(x), jnp.asarray(weight))
+    x = x.copy()
+    x[3] = bad
+    actual = clean(jnp.asarray(x), jnp.asarray(weight))
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, e)
+    assert np.all(np.asarray(actual[1][0])[3] == 0)
