@@ -87,7 +87,9 @@ def read_state(step_dir: Path, abstract: Any, *, partial: bool) -> Any:
     Returns:
         The same nested dicts of arrays.
     """
-    limit = _limit_gb(_IN_FLIGHT_BYTES, _largest_shard_bytes(abstract))
+    # Orbax counts whole stored chunks for each shard; with thin shards up to the whole array.
+    largest = max(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(abstract))
+    limit = _limit_gb(_IN_FLIGHT_BYTES, largest)
     checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit))
     try:
         return checkpointer.restore(
@@ -128,6 +130,6 @@ def _largest_shard_bytes(tree: Any) -> int:
     return max((shard_bytes(leaf) for leaf in jax.tree.leaves(tree)), default=0)
 
 
-def _limit_gb(limit_bytes: int, largest_shard_bytes: int) -> float:
+def _limit_gb(limit_bytes: int, largest_piece_bytes: int) -> float:
     """Orbax refuses a piece that is not smaller than the limit, so let the largest one pass."""
-    return max(limit_bytes, 1.01 * largest_shard_bytes + 1) / _GB
+    return max(limit_bytes, 1.01 * largest_piece_bytes + 1) / _GB
