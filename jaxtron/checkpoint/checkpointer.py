@@ -159,16 +159,9 @@ class Checkpointer:
         """
         step_dir, meta = self._open(step, directory)
         wanted = named_leaves(abstract_state)
-        entries = {entry_of(name) for name in wanted}
-        saved = {n: record for n, record in meta.arrays.items() if entry_of(n) in entries}
-        if unread := sorted({entry_of(name) for name in meta.arrays} - entries):
+        saved = require_match(meta.arrays, wanted, str(step_dir))
+        if unread := sorted({entry_of(name) for name in meta.arrays.keys() - saved.keys()}):
             _log.info("not read from %s: %s", step_dir, ", ".join(unread))
-        # All entries go into the message when one is missing, only the wanted ones otherwise.
-        require_match(
-            saved if entries <= {entry_of(n) for n in meta.arrays} else meta.arrays,
-            wanted,
-            str(step_dir),
-        )
         try:
             tree = read_state(step_dir, nested(wanted), partial=bool(unread))
         except Exception as error:

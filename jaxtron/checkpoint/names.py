@@ -59,20 +59,27 @@ def entry_of(name: str) -> str:
 
 def require_match(
     saved: Mapping[str, ArrayRecord], wanted: Mapping[str, jax.ShapeDtypeStruct], where: str
-) -> None:
-    """Check that exactly the wanted arrays are in a checkpoint, by name, shape and dtype.
+) -> dict[str, ArrayRecord]:
+    """Check that the wanted arrays are in a checkpoint, by name, shape and dtype.
+
+    Within the top-level entries that are wanted, the checkpoint must not hold other arrays either.
 
     Args:
         saved: what the checkpoint holds.
         wanted: what the run needs.
         where: the checkpoint, for the message.
 
+    Returns:
+        The records of the wanted arrays.
+
     Raises:
         CheckpointError: they differ; the message lists every difference.
     """
-    entries = {entry_of(name) for name in saved}
-    if absent := sorted({entry_of(name) for name in wanted} - entries):
-        raise CheckpointError(_absent_entries(absent, entries, where))
+    present = {entry_of(name) for name in saved}
+    entries = {entry_of(name) for name in wanted}
+    if absent := sorted(entries - present):
+        raise CheckpointError(_absent_entries(absent, present, where))
+    saved = {name: record for name, record in saved.items() if entry_of(name) in entries}
     problems = []
     for name in sorted(set(wanted) | set(saved)):
         if name not in saved:
@@ -90,6 +97,7 @@ def require_match(
             "configuration it was saved with (`python -m jaxtron.checkpoint show` prints it).\n"
             + "\n".join(problems)
         )
+    return saved
 
 
 def _absent_entries(absent: list[str], present: set[str], where: str) -> str:

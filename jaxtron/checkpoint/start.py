@@ -62,6 +62,7 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
             f"{config.load_step}: give the folder above it, or leave load_step out"
         )
     step = step_folder.choose(source, config.load_step if step_of_path is None else step_of_path)
+    _log_skipped(source, step_folder.scan(source), newer_than=step)
     first = 0 if config.finetune else step
     if same_folder and own.latest is not None and own.latest > first:
         raise CheckpointError(
@@ -82,10 +83,19 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
 
 
 def _resume(directory: Path | None, own: step_folder.Steps) -> StartPoint | None:
-    for step, reason in own.incomplete.items():
-        _log.warning("skipped incomplete checkpoint of step %d in %s: %s", step, directory, reason)
-    if directory is None or own.latest is None:
+    if directory is None:
+        return None
+    _log_skipped(directory, own, newer_than=-1 if own.latest is None else own.latest)
+    if own.latest is None:
         _log.info("no checkpoint in %s: starting from scratch", directory)
         return None
     _log.info("resuming from step %d in %s", own.latest, directory)
     return StartPoint(directory, own.latest)
+
+
+def _log_skipped(directory: Path, found: step_folder.Steps, *, newer_than: int) -> None:
+    for step, reason in found.incomplete.items():
+        if step > newer_than:
+            _log.warning(
+                "skipped incomplete checkpoint of step %d in %s: %s", step, directory, reason
+            )
