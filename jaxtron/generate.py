@@ -1,4 +1,4 @@
-"""``python -m jaxtron.generate --run DIR --prompt TEXT``: continue a text with a trained model."""
+"""``python -m jaxtron.generate --config FILE --prompt TEXT``: continue a text with a trained model."""
 
 import argparse
 import dataclasses

@@ -1,11 +1,20 @@
 """What a checkpoint and the configuration that resumes it must agree on."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+import optax
+
 from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
+from jaxtron.config.schema import keys
 from jaxtron.errors import CheckpointError
+from jaxtron.program import Program, State
+
+log = logging.getLogger(__name__)
 
 # Keys that may differ between the run that saved and the run that goes on: they change neither the
 # function that the weights compute nor which samples come next.
@@ -14,6 +23,7 @@ _ORDER_KEYS = (
     "train.seed",
     "train.global_batch_size",
     "data.source",
+    "data.source_options",
     "data.seq_length",
     "data.paths",
     "data.train_paths",
@@ -26,6 +36,9 @@ _LR_PLAN_KEYS = (
     "optimizer.lr_decay_style",
     "optimizer.lr_decay_steps",
     "optimizer.lr_warmup_steps",
+    "optimizer.lr_warmup_init",
+    "optimizer.lr_wsd_decay_style",
+    "optimizer.lr_wsd_decay_steps",
 )
 
 
@@ -34,9 +47,52 @@ def run_meta(config: Config, consumed_samples: int) -> dict[str, Any]:
     return {"consumed_samples": consumed_samples, "config": to_dict(config)}
 
 
+def consumed_samples(meta: Mapping[str, Any], where: str) -> int:
+    """Samples that the run had read when it saved.
+
+    Raises:
+        CheckpointError: the checkpoint does not say.
+    """
+    if "consumed_samples" not in meta:
+        raise CheckpointError(_no_record(where, "the position in the data"))
+    return int(meta["consumed_samples"])
+
+
+def with_fresh_optimizer(program: Program, restored: State) -> State:
+    """Complete a state of which ``params``, and ``step`` and ``updates`` or not, were restored.
+
+    Without them the run starts at step 0. The optimizer has seen nothing, but the learning-rate
+    plan goes on from the restored number of updates.
+    """
+
+    def init(params: Any, step: jax.Array, updates: jax.Array) -> State:
+        def place(state: Any) -> Any:
+            follows = isinstance(state, optax.ScaleByScheduleState)
+            return state._replace(count=updates) if follows else state
+
+        opt_state = jax.tree.map(
+            place,
+            program.optimizer.init(params),
+            is_leaf=lambda state: isinstance(state, optax.ScaleByScheduleState),
+        )
+        return {"opt_state": opt_state, "step": step, "updates": updates}
+
+    counts = [restored.get(name, np.int32(0)) for name in ("step", "updates")]
+    fresh = {name: program.state_shardings[name] for name in ("opt_state", "step", "updates")}
+    return {**jax.jit(init, out_shardings=fresh)(restored["params"], *counts), **restored}
+
+
+def _no_record(where: str, what: str) -> str:
+    return (
+        f"{where} does not record {what}: it was not saved by a training run of jaxtron; take its "
+        "weights alone with checkpoint.finetune=true"
+    )
+
+
 def _value(config: Mapping[str, Any], dotted: str) -> Any:
     section, name = dotted.split(".")
-    return config.get(section, {}).get(name)
+    # A run that was saved before the key existed did what is now its default.
+    return config.get(section, {}).get(name, keys()[dotted].default)
 
 
 def _differences(
@@ -55,6 +111,9 @@ def check_architecture(config: Config, meta: Mapping[str, Any], where: str) -> N
     Raises:
         CheckpointError: the model section differs; every differing key is listed.
     """
+    if "config" not in meta:
+        log.warning("%s does not record its configuration: only array shapes are compared", where)
+        return
     saved, now = meta["config"], to_dict(config)
     names = tuple(f"model.{k}" for k in now["model"] if k not in _FREE_MODEL_KEYS)
     if problems := _differences(saved, now, names):
@@ -70,6 +129,8 @@ def check_continuation(config: Config, meta: Mapping[str, Any], where: str) -> N
     Raises:
         CheckpointError: every differing key is listed, with the ways to proceed.
     """
+    if "config" not in meta:
+        raise CheckpointError(_no_record(where, "the configuration of its run"))
     saved, now = meta["config"], to_dict(config)
     if problems := _differences(saved, now, _ORDER_KEYS):
         raise CheckpointError(
@@ -79,7 +140,8 @@ def check_continuation(config: Config, meta: Mapping[str, Any], where: str) -> N
             "checkpoint.finetune=true and another checkpoint.dir"
         )
     names: tuple[str, ...] = _LR_PLAN_KEYS
-    if _value(now, "optimizer.lr_decay_steps") is None:
+    decays = config.optimizer.lr_decay_style != "constant"
+    if decays and config.optimizer.lr_decay_steps is None:
         names = (*names, "train.steps")
     problems = _differences(saved, now, names)
     if problems and not config.optimizer.override_opt_param_scheduler:

@@ -2,9 +2,14 @@
 
 import argparse
 import logging
+import os
 import sys
+import traceback
+
+import jax
 
 from jaxtron.cli import run
+from jaxtron.config.config import Config
 from jaxtron.config.help import help_config
 from jaxtron.config.load import load_config
 from jaxtron.launch.initialize import launch, shutdown
@@ -41,6 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     config = load_config(args.config, args.overrides)
     launch(config.runtime)
+    return _train_in_job(config) if jax.distributed.is_initialized() else _train(config)
+
+
+def _train(config: Config) -> int:
     result = Trainer(config).fit()
     eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
@@ -49,6 +58,25 @@ def main(argv: list[str] | None = None) -> int:
     )
     shutdown()
     return 0
+
+
+def _train_in_job(config: Config) -> int:
+    """Train as one of several processes; a failure ends this one at once.
+
+    A regular exit would wait for the other processes, which wait for this one in a collective. Once
+    it is gone their collectives or JAX's coordination service fail, and they end too.
+    """
+    try:
+        status = run(lambda _: _train(config))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    if status:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -19,7 +19,13 @@ from jaxtron.observe.logger import RunLogger
 from jaxtron.observe.profiler import StepProfiler
 from jaxtron.observe.throughput import Throughput
 from jaxtron.program import Program, State
-from jaxtron.resume import check_architecture, check_continuation, run_meta
+from jaxtron.resume import (
+    check_architecture,
+    check_continuation,
+    consumed_samples,
+    run_meta,
+    with_fresh_optimizer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,12 +104,12 @@ class Trainer:
         if not start.weights_only:
             check_continuation(self.config, meta, where)
         abstract = start.select(self.program.abstract_state())
-        restored, meta = self.checkpointer.restore(start.step, abstract, directory=start.directory)
-        if set(restored) != set(self.program.abstract_state()):
-            restored = {**self.program.init_state(), **restored}
+        state, meta = self.checkpointer.restore(start.step, abstract, directory=start.directory)
+        if start.fresh_optimizer:
+            state = with_fresh_optimizer(self.program, state)
         if start.weights_only:
-            return restored, 0, 0
-        return restored, start.step, int(meta["consumed_samples"])
+            return state, 0, 0
+        return state, start.step, consumed_samples(meta, where)
 
     # -- loop ----------------------------------------------------------------------------------
 
@@ -129,7 +135,9 @@ class Trainer:
         began = time.monotonic()
         step, loss, eval_loss = start, None, None
         reason = "finished"
-        source = self._batches(self.datasets.train, consumed, evaluation=False)
+        source: Iterator[Any] = iter(())
+        if step < config.train.steps:
+            source = self._batches(self.datasets.train, consumed, evaluation=False)
         ahead = self._next(source, step)
         clock = _StepClock()
         pending: tuple[int, int, Any] | None = None  # a step whose metrics are still on the device
@@ -156,15 +164,16 @@ class Trainer:
             pending = None
 
         while step < config.train.steps:
-            assert ahead is not None
-            batch = ahead
+            if isinstance(ahead, DataError):
+                flush()
+                raise ahead
             profiler.before_step(step + 1, state)
-            state, metrics = program.train_step(state, batch)
+            state, metrics = program.train_step(state, ahead)
             profiler.after_step(step + 1, metrics)
             flush()
             step, consumed = step + 1, consumed + rows
             pending = (step, consumed, metrics)
-            ahead = self._next(source, step) if step < config.train.steps else None
+            ahead = self._next(source, step)
             exit_reason = self._exit_reason(step, began)
             last = step == config.train.steps or exit_reason is not None
             if config.eval.interval and (step % config.eval.interval == 0 or last):
@@ -185,20 +194,30 @@ class Trainer:
         return Result(step, loss, eval_loss, reason)
 
     def _next(self, source: Iterator[Any], step: int) -> Any:
-        """The next batch, on the devices."""
+        """The batch that follows ``step``, on the devices; None after the last step.
+
+        An error of the data is returned, for the loop to raise it when the batch is due: by then
+        the steps before it are logged and saved.
+        """
+        if step >= self.config.train.steps:
+            return None
         try:
             return self.program.place(next(source))
+        except DataError as error:
+            return error
         except StopIteration:
             dataset = self.datasets.train
-            raise DataError(
+            return DataError(
                 f"training data ended after step {step}: {dataset.name if dataset else 'train'} "
                 f"has {len(dataset) if dataset else 0} rows, train.steps={self.config.train.steps} "
                 f"x train.global_batch_size={self.config.train.global_batch_size} rows are asked "
                 "for; use fewer steps or data.dataloader_type=cyclic"
-            ) from None
+            )
 
     def _exit_reason(self, step: int, began: float) -> str | None:
         train = self.config.train
+        if step == train.steps:
+            return None
         if train.exit_interval is not None and step % train.exit_interval == 0:
             return "exit_interval"
         if train.exit_duration_min is not None:
