@@ -1,0 +1,215 @@
+"""From the same weights and batches, training equals plain PyTorch with ``transformers`` models."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtron.config.load import load_config
+from jaxtron.program import Program
+from tests.reference.torch_run import GPT2, LLAMA, Batch, Plan, TorchRun, build, train
+from tests.reference.weights import to_params
+
+ROWS, SEQ = 16, 32
+PLAN = Plan()
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "num_layers": LLAMA["num_hidden_layers"],
+        "hidden_size": LLAMA["hidden_size"],
+        "ffn_hidden_size": LLAMA["intermediate_size"],
+        "num_attention_heads": LLAMA["num_attention_heads"],
+        "num_query_groups": LLAMA["num_key_value_heads"],
+        "kv_channels": LLAMA["head_dim"],
+        "vocab_size": LLAMA["vocab_size"],
+        "layernorm_epsilon": LLAMA["rms_norm_eps"],
+        "rotary_base": LLAMA["rope_parameters"]["rope_theta"],
+    },
+    "gpt2": {
+        "num_layers": GPT2["n_layer"],
+        "hidden_size": GPT2["n_embd"],
+        "ffn_hidden_size": GPT2["n_inner"],
+        "num_attention_heads": GPT2["n_head"],
+        "vocab_size": GPT2["vocab_size"],
+        "normalization": "LayerNorm",
+        "activation": "gelu_tanh",
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+        "untie_embeddings_and_output_weights": False,
+    },
+}
+
+
+def make_config(family: str, parallel: dict[str, Any], microbatches: int, packed: bool) -> Any:
+    raw = {
+        "model": {
+            **MODELS[family],
+            "make_vocab_size_divisible_by": 8,
+            "max_position_embeddings": SEQ,
+        },
+        "parallel": {"fsdp": 1, **parallel},
+        "data": {
+            "source": "synthetic",
+            "seq_length": SEQ,
+            "eod_token": 0,
+            "reset_attention_mask": packed,
+            "reset_position_ids": packed,
+        },
+        "train": {
+            "steps": PLAN.steps,
+            "global_batch_size": ROWS,
+            "num_microbatches": microbatches,
+            "layer_loop": "scan",
+        },
+        "optimizer": {
+            "name": "adamw",
+            "lr": PLAN.lr,
+            "min_lr": PLAN.min_lr,
+            "lr_decay_style": "cosine",
+            "lr_warmup_steps": PLAN.warmup,
+            "weight_decay": PLAN.weight_decay,
+            "adam_beta1": PLAN.betas[0],
+            "adam_beta2": PLAN.betas[1],
+            "adam_eps": PLAN.eps,
+            "clip_grad": PLAN.clip,
+        },
+        "precision": {"compute": "fp32"},
+    }
+    return load_config(raw, [])
+
+
+@functools.cache
+def make_batches(vocab_size: int, packed: bool) -> list[Batch]:
+    """Rows that can be learnt: four tokens of five follow from the one before.
+
+    Each row has another share of valid tokens and one row has none, so a mean of means is not the
+    mean over tokens.
+    """
+    rng = np.random.default_rng(7)
+    follower = rng.permutation(vocab_size)
+    batches = []
+    for _ in range(PLAN.steps):
+        text = rng.integers(0, vocab_size, (ROWS, SEQ + 1))
+        for t in range(SEQ):
+            follows = rng.random(ROWS) < 0.8
+            text[follows, t + 1] = follower[text[follows, t]]
+        mask = rng.random((ROWS, SEQ)) < rng.random((ROWS, 1))
+        mask[1] = False
+        batch = {
+            "tokens": text[:, :-1].astype(np.int32),
+            "labels": text[:, 1:].astype(np.int32),
+            "loss_mask": mask.astype(np.float32),
+        }
+        if packed:
+            starts = rng.random((ROWS, SEQ)) < 0.15
+            starts[:, 0] = True
+            first = np.maximum.accumulate(np.where(starts, np.arange(SEQ), 0), axis=1)
+            batch["segment_ids"] = (np.cumsum(starts, axis=1) - 1).astype(np.int32)
+            batch["position_ids"] = (np.arange(SEQ) - first).astype(np.int32)
+        batches.append(batch)
+    return batches
+
+
+@functools.cache
+def torch_run(family: str, microbatches: int, packed: bool) -> TorchRun:
+    batches = make_batches(MODELS[family]["vocab_size"], packed)
+    return train(build(family), batches, microbatches, PLAN)
+
+
+def all_logits(program: Program, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """Logits ``[rows, seq, vocab]`` through the public function for one position a row."""
+    rows, length = tokens.shape
+    last = np.tile(np.arange(length, dtype=np.int32), rows)
+    logits = program.next_token_logits(params, np.repeat(tokens, length, axis=0), last)
+    return np.asarray(logits).reshape(rows, length, -1)
+
+
+def assert_close(actual: Any, expected: Any, tolerance: float, what: str) -> None:
+    """max|a - e| / max|e| of every leaf is at most ``tolerance``."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    errors = {
+        jax.tree_util.keystr(path): np.max(np.abs(np.asarray(a) - e)) / np.max(np.abs(e))
+        for (path, e), a in zip(
+            jax.tree_util.tree_leaves_with_path(expected), jax.tree.leaves(actual), strict=True
+        )
+    }
+    wrong = {path: f"{error:.1e}" for path, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"{what} differ by more than {tolerance} of their maximum: {wrong}"
+
+
+def check(
+    family: str,
+    *,
+    microbatches: int = 1,
+    packed: bool = False,
+    parallel: dict[str, Any] | None = None,
+) -> None:
+    parallel = parallel or {}
+    expected = torch_run(family, microbatches, packed)
+    config = make_config(family, parallel, microbatches, packed)
+    program = Program(config, jax.devices()[: int(np.prod(list(parallel.values())))])
+    batches = make_batches(config.model.vocab_size, packed)
+
+    def place(tree: Any) -> Any:
+        params = to_params(family, tree, config.model)
+        return jax.tree.map(jax.device_put, params, program.state_shardings["params"])
+
+    state = {**program.init_state(), "params": place(expected.initial)}
+    if not packed:
+        logits = all_logits(program, state["params"], batches[0]["tokens"][:2])
+        assert_close(logits, expected.logits[:2], 1e-5, "logits before training")
+
+    _, tokens, grads = jax.jit(program.loss_and_gradients)(
+        state["params"], program.place(batches[0])
+    )
+    assert int(tokens) == int(batches[0]["loss_mask"].sum())
+    gradients = to_params(family, expected.gradients, config.model)
+    assert_close(grads, gradients, 1e-4, "gradients of the first batch")
+
+    history = []
+    for batch in batches:
+        state, metrics = program.train_step(state, program.place(batch))
+        history.append(jax.tree.map(float, metrics))
+    for key, values, tolerance in (
+        ("lr", expected.learning_rates, 1e-6),
+        ("loss", expected.losses, 1e-4),
+        ("grad_norm", expected.grad_norms, 1e-3),
+    ):
+        ours = [metrics[key] for metrics in history]
+        np.testing.assert_allclose(ours, values, rtol=tolerance, atol=1e-12, err_msg=key)
+    final = to_params(family, expected.final, config.model)
+    assert_close(state["params"], final, 1e-3, "weights after training")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_reference_run_exercises_what_is_compared(family: str) -> None:
+    """The loss falls well below a guess, and some but not all gradients are clipped."""
+    run = torch_run(family, 1, False)
+    assert len(run.losses) == 50
+    assert np.mean(run.losses[-5:]) < run.losses[0] - 1
+    clipped = np.asarray(run.grad_norms) > PLAN.clip
+    assert 5 <= clipped.sum() <= 45
+    assert run.learning_rates[0] == 0
+    assert max(run.learning_rates) == PLAN.lr
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_fifty_steps_equal_pytorch(family: str) -> None:
+    check(family)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_four_microbatches_equal_pytorch(family: str) -> None:
+    check(family, microbatches=4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_packed_documents_equal_pytorch(family: str) -> None:
+    check(family, packed=True)
+
+
+@pytest.mark.parametrize(("family", "packed"), [("llama", False), ("gpt2", True)])
+def test_a_three_axis_mesh_equals_pytorch(family: str, packed: bool) -> None:
+    check(family, microbatches=4, packed=packed, parallel=MESH)
