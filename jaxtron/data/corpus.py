@@ -43,8 +43,8 @@ def write_corpus(
 
     Args:
         out_jsonl: file to write; its folder is made if absent.
-        sources: folders of text files and JSON Lines files; none means Python's standard library
-            without its tests and installed packages.
+        sources: folders of text files and JSON Lines files; none means the ``*.py`` files of
+            Python's standard library. Folders of tests and installed packages are left out.
         max_bytes: limit of the text [bytes of UTF-8]; sources share it equally. Of a folder, the
             files that come first by hash are taken, of a JSON Lines file the first records.
             Documents that do not fit in what is left are passed over, never cut.
@@ -57,7 +57,9 @@ def write_corpus(
     """
     if max_bytes < 1:
         raise ConfigError(f"max_bytes {max_bytes}: give a positive number of bytes")
-    chosen = [Path(source) for source in sources] or [standard_library()]
+    chosen = [Path(source) for source in sources]
+    if not chosen:
+        chosen, suffixes = [standard_library()], (".py",)
     budget = max_bytes // len(chosen)
     documents: list[str] = []
     for source in chosen:
@@ -82,10 +84,7 @@ def write_corpus(
 
 
 def _folder_texts(folder: Path, suffixes: Sequence[str]) -> Iterator[str]:
-    def skipped(path: Path) -> bool:
-        return not _SKIPPED_FOLDERS.isdisjoint(path.relative_to(folder).parts[:-1])
-
-    paths = [path for path in text_files(folder, suffixes) if not skipped(path)]
+    paths = text_files(folder, suffixes, _SKIPPED_FOLDERS)
     for path in sorted(paths, key=lambda p: _digest(p.relative_to(folder).as_posix())):
         # A folder on a person's machine may hold a file in an old encoding: not text for us.
         try:

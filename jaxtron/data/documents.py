@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,6 +10,8 @@ from jaxtron.data.compression import open_decompressed
 from jaxtron.errors import ConfigError, DataError
 
 _BOM = b"\xef\xbb\xbf"
+
+_parse_json = json.JSONDecoder().decode
 
 BLOCK_BYTES = 1 << 20
 BLOCK_RECORDS = 1000
@@ -89,11 +91,17 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = (".txt"
     return sources
 
 
-def text_files(folder: Path, suffixes: Sequence[str]) -> list[Path]:
-    """Files below ``folder`` that end in one of ``suffixes``, ordered by path below it."""
+def text_files(folder: Path, suffixes: Sequence[str], skipped: Collection[str] = ()) -> list[Path]:
+    """Files below ``folder`` that end in one of ``suffixes``, ordered by path below it.
+
+    Folders named in ``skipped`` are not entered.
+    """
     if not suffixes or not all(suffixes):
         raise ConfigError(f"a folder of text files needs suffixes such as .txt, got {suffixes}")
-    found = (path for path in folder.rglob("*") if path.name.endswith(tuple(suffixes)))
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skipped]
+        found += [Path(parent, name) for name in names if name.endswith(tuple(suffixes))]
     return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(folder).as_posix())
 
 
@@ -131,7 +139,7 @@ def read_blocks(sources: Iterable[Source]) -> Iterator[Block]:
         yield Block(records, finished)
 
 
-def parse_record(record: Record, keys: Sequence[str]) -> tuple[str, ...]:
+def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
     """The text under each of ``keys``; a whole file is the text of its only key.
 
     Raises:
@@ -144,9 +152,9 @@ def parse_record(record: Record, keys: Sequence[str]) -> tuple[str, ...]:
             "not_utf8", f"{record.where}: not UTF-8 ({error.reason} at byte {error.start})"
         ) from None
     if not record.line:
-        return (text,)
+        return [text]
     try:
-        value = json.loads(text)
+        value = _parse_json(text)
     except json.JSONDecodeError as error:
         raise BadRecord(
             "bad_json", f"{record.where}: bad JSON ({error.msg} at character {error.pos + 1})"
@@ -157,18 +165,22 @@ def parse_record(record: Record, keys: Sequence[str]) -> tuple[str, ...]:
         raise BadRecord(
             "not_an_object", f"{record.where}: not a JSON object but {_json_type(value)}"
         )
+    texts = []
     for key in keys:
-        if key not in value:
+        found = value.get(key)
+        if isinstance(found, str):
+            texts.append(found)
+        elif key not in value:
             present = ", ".join(f"'{name}'" for name in list(value)[:8]) or "none"
             raise BadRecord(
                 "missing_key", f"{record.where}: key '{key}' missing (its keys: {present})"
             )
-        if not isinstance(value[key], str):
-            found = _json_type(value[key])
+        else:
             raise BadRecord(
-                "not_a_string", f"{record.where}: value of key '{key}' is not a string but {found}"
+                "not_a_string",
+                f"{record.where}: value of key '{key}' is not a string but {_json_type(found)}",
             )
-    return tuple(value[key] for key in keys)
+    return texts
 
 
 def read_texts(
@@ -182,7 +194,7 @@ def read_texts(
     for block in read_blocks(find_sources(inputs, suffixes)):
         for record in block.records:
             try:
-                (text,) = parse_record(record, (key,))
+                [text] = parse_record(record, (key,))
             except BadRecord as bad:
                 raise DataError(bad.message) from None
             yield text

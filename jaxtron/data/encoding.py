@@ -5,19 +5,16 @@ read, and a document's tokens depend on nothing but its text, so any number of w
 same output.
 """
 
-import multiprocessing
 import os
-import signal
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtron.data.documents import BadRecord, Block, Record, parse_record
+from jaxtron.data.documents import BadRecord, Block, parse_record
+from jaxtron.data.process_map import WorkerDiedError, process_map
 from jaxtron.data.sentences import split_sentences
 from jaxtron.data.tokenizers import Tokenizer
 from jaxtron.errors import DataError
@@ -58,18 +55,6 @@ class EncodedTexts:
     document_lengths: NDArray[np.int64]
     skipped_empty: int
 
-    def documents(self) -> Iterator[list[NDArray[np.int32]]]:
-        """Each document as the list of its sequences."""
-        ends = np.cumsum(self.sequence_lengths).tolist()
-        sequence = start = 0
-        for count in self.document_lengths.tolist():
-            document = []
-            for end in ends[sequence : sequence + count]:
-                document.append(self.tokens[start:end])
-                start = end
-            sequence += count
-            yield document
-
 
 @dataclass(frozen=True)
 class EncodedBlock:
@@ -84,15 +69,16 @@ class Encoder:
 
     def __init__(self, job: EncodeJob) -> None:
         # One process uses one core: the tokenizer's own threads would compete with other workers.
+        # Worker processes inherit the setting.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._job = job
-        self._eod = np.array([job.tokenizer.eod], np.int32) if job.append_eod else None
+        self._eod = job.tokenizer.eod if job.append_eod else None
 
-    def __call__(self, records: Iterable[Record]) -> EncodedBlock:
-        """Encode the records; bad ones are reported in the result, not raised."""
-        rows: list[tuple[str, ...]] = []
+    def __call__(self, block: Block) -> EncodedBlock:
+        """Encode the block's records; bad ones are reported in the result, not raised."""
+        rows: list[list[str]] = []
         bad: list[tuple[str, str]] = []
-        for record in records:
+        for record in block.records:
             try:
                 rows.append(parse_record(record, self._job.keys))
             except BadRecord as error:
@@ -108,27 +94,22 @@ class Encoder:
     def _encode(self, texts: Sequence[str]) -> EncodedTexts:
         split = split_sentences if self._job.split_sentences else _whole
         pieces = [split(text) for text in texts]
-        # One call for the whole block: the library's cost per call is that of many tokens.
-        encoded = iter(self._job.tokenizer.encode_batch([part for p in pieces for part in p]))
-        tokens: list[NDArray[np.int32]] = []
-        sequence_lengths: list[int] = []
-        document_lengths: list[int] = []
-        for piece in pieces:
-            sequences = [ids for ids in (next(encoded) for _ in piece) if ids.size]
-            if not sequences:
-                continue
-            tokens += sequences
-            sequence_lengths += [ids.size for ids in sequences]
-            document_lengths.append(len(sequences))
-            if self._eod is not None:
-                tokens.append(self._eod)
-                sequence_lengths[-1] += 1
-        return EncodedTexts(
-            np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
-            np.array(sequence_lengths, np.int64),
-            np.array(document_lengths, np.int64),
-            skipped_empty=len(texts) - len(document_lengths),
-        )
+        # One call for the whole block and one array at its end: short documents come in millions,
+        # and Python's own work on each must stay small beside the tokenizer's.
+        encoded = self._job.tokenizer.encode_batch([part for parts in pieces for part in parts])
+        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        tokens = np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum()))
+
+        # Sequences without a token go, and with them documents that have no other.
+        parts_of = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        document_of = np.repeat(np.arange(len(pieces)), parts_of)
+        documents = np.bincount(document_of[lengths > 0], minlength=len(pieces))
+        lengths, documents = lengths[lengths > 0], documents[documents > 0]
+        if self._eod is not None:
+            last = np.cumsum(documents) - 1  # each document's last sequence
+            tokens = np.insert(tokens, np.cumsum(lengths)[last], self._eod)
+            lengths[last] += 1
+        return EncodedTexts(tokens, lengths, documents, len(texts) - documents.size)
 
 
 def _whole(text: str) -> list[str]:
@@ -140,59 +121,22 @@ def encode_blocks(
 ) -> Iterator[tuple[Block, EncodedBlock]]:
     """Encode blocks with ``workers`` processes; results come in the order of the blocks.
 
-    One worker means this process. At most ``2 * workers + 2`` blocks are held at a time.
+    One worker means this process. A bounded number of blocks is held at a time.
 
     Raises:
         DataError: a worker process died.
     """
+    encoder = Encoder(job)
     if workers == 1:
-        encoder = Encoder(job)
         for block in blocks:
-            yield block, encoder(block.records)
+            yield block, encoder(block)
         return
-    # "spawn": a fork of a process with threads (JAX's, the tokenizer's) can deadlock.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_start_worker, initargs=(job,)
-    )
-    pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
-
-    def next_result() -> tuple[Block, EncodedBlock]:
-        block, future = pending.popleft()
-        try:
-            return block, future.result()
-        except BrokenProcessPool as error:
-            raise _worker_died(block, workers) from error
-
     try:
-        for block in blocks:
-            try:
-                pending.append((block, pool.submit(_encode_in_worker, block.records)))
-            except (BrokenProcessPool, OSError) as error:  # submitting may start a worker
-                raise _worker_died(block, workers) from error
-            if len(pending) > 2 * workers + 1:
-                yield next_result()
-        while pending:
-            yield next_result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _worker_died(block: Block, workers: int) -> DataError:
-    return DataError(
-        f"a worker process died or could not start, near {block.records[0].where}; the usual cause "
-        f"is too little memory: lower --workers (now {workers}). (A script that calls preprocess "
-        "with several workers must do so under `if __name__ == '__main__':`)"
-    )
-
-
-_encoder: Encoder  # of a worker process
-
-
-def _start_worker(job: EncodeJob) -> None:
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _encoder = Encoder(job)
-
-
-def _encode_in_worker(records: list[Record]) -> EncodedBlock:
-    return _encoder(records)
+        yield from process_map(encoder, blocks, workers)
+    except WorkerDiedError as error:
+        where = f"near {error.item.records[0].where}" if error.item else "while starting"
+        raise DataError(
+            f"a worker process died {where}; the usual cause is too little memory: lower --workers "
+            f"(now {workers}). (A script that calls preprocess with several workers must do so "
+            "under `if __name__ == '__main__':`)"
+        ) from error

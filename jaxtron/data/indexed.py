@@ -17,6 +17,7 @@ is that of Megatron-Core's `core/datasets/indexed_dataset.py`; sets written by e
 read by the other.
 """
 
+import itertools
 import mmap
 import operator
 import os
@@ -301,6 +302,41 @@ class IndexedDatasetWriter:
             self._file.write(a.data)
             self._lengths.append(a.size)
         self._documents.append(len(self._lengths))
+
+    def add_documents(
+        self, tokens: NDArray, sequence_lengths: NDArray, document_lengths: NDArray
+    ) -> None:
+        """Append many documents as :meth:`add_document` would, at about the cost of one.
+
+        Args:
+            tokens: integers `[tokens]`, all sequences end to end.
+            sequence_lengths: `[sequences]` [tokens], their sum is the number of tokens.
+            document_lengths: `[documents]` [sequences], their sum is the number of sequences.
+
+        Raises:
+            DataError: as :meth:`add_document`, naming the document.
+        """
+        ends = np.concatenate(([0], np.cumsum(sequence_lengths, dtype=np.int64)))
+        firsts = np.concatenate(([0], np.cumsum(document_lengths, dtype=np.int64)))
+        if ends[-1] != tokens.size or firsts[-1] != len(sequence_lengths):
+            raise ValueError(
+                f"{tokens.size} tokens and {len(sequence_lengths)} sequences, but the lengths add "
+                f"up to {ends[-1]} and {firsts[-1]}"
+            )
+        limits = np.iinfo(self.dtype) if self.dtype.kind in "iu" else None
+        if (
+            limits is None
+            or np.any(np.diff(ends[firsts]) > MAX_DOCUMENT_TOKENS)
+            or (tokens.size and (tokens.min() < limits.min or tokens.max() > limits.max))
+        ):
+            # One at a time, so that the error names the document.
+            for first, last in itertools.pairwise(firsts):
+                self.add_document(tokens[ends[i] : ends[i + 1]] for i in range(first, last))
+            return
+        self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        before = len(self._lengths)
+        self._lengths.frombytes(np.ascontiguousarray(sequence_lengths, "<i4").tobytes())
+        self._documents.frombytes((firsts[1:] + before).astype("<i8").tobytes())
 
     def _convert(self, tokens: NDArray) -> NDArray:
         document = len(self._documents) - 1

@@ -174,8 +174,9 @@ def _write(
             _note_bad(encoded, summary, bar, stop=job.stop)
             for key, texts in encoded.texts.items():
                 written = summary.datasets[key]
-                for document in texts.documents():
-                    writers[key].add_document(document)
+                writers[key].add_documents(
+                    texts.tokens, texts.sequence_lengths, texts.document_lengths
+                )
                 written.documents += texts.document_lengths.size
                 written.sequences += texts.sequence_lengths.size
                 written.tokens += texts.tokens.size

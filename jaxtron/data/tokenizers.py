@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers as hf
 
 from jaxtron.errors import ConfigError, DataError
@@ -44,10 +43,10 @@ class Tokenizer(ABC):
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; lone surrogates count as U+FFFD."""
-        return self.encode_batch([text])[0].tolist()
+        return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of many texts, one int32 array ``[tokens]`` each; equal to ``encode``."""
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, in one call of the library."""
         return self._encode([replace_surrogates(text) for text in texts])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -66,7 +65,7 @@ class Tokenizer(ABC):
         return self._decode(checked)
 
     @abstractmethod
-    def _encode(self, texts: list[str]) -> list[np.ndarray]: ...
+    def _encode(self, texts: list[str]) -> list[list[int]]: ...
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
@@ -128,8 +127,8 @@ class ByteTokenizer(Tokenizer):
         self.eod = 256
         self.pad = None
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
         pieces = bytearray()
@@ -161,10 +160,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eod = _eod_id(vocab, eod_token, named, path)
         self.pad = _named_id(vocab, "pad_token", named, path)
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         # "fast" leaves out character offsets, which nobody here reads.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -194,9 +193,9 @@ class SentencePieceTokenizer(Tokenizer):
             if self._model.id_to_piece(self.eod) != eod_token:
                 raise ConfigError(f"--eod-token '{eod_token}' is not a piece of {path}")
 
-    def _encode(self, texts: list[str]) -> list[np.ndarray]:
+    def _encode(self, texts: list[str]) -> list[list[int]]:
         # One thread: the caller decides how many processes run.
-        return [np.array(ids, np.int32) for ids in self._model.encode(texts, num_threads=1)]
+        return list(self._model.encode(texts, num_threads=1))
 
     def _decode(self, ids: list[int]) -> str:
         return str(self._model.decode(ids))

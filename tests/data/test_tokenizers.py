@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers as hf
 
@@ -52,9 +51,7 @@ def test_hugging_face_folder_and_file_give_the_same_ids(tmp_path):
 
 def test_batch_encoding_equals_one_by_one(tmp_path):
     tokenizer = load_tokenizer(write_word_tokenizer(tmp_path / "words"))
-    batch = tokenizer.encode_batch(["red red blue", "", "blue"])
-    assert [ids.tolist() for ids in batch] == [[1, 1, 2], [], [2]]
-    assert all(ids.dtype == np.int32 for ids in batch)
+    assert tokenizer.encode_batch(["red red blue", "", "blue"]) == [[1, 1, 2], [], [2]]
 
 
 def test_truncation_and_padding_stored_in_the_file_are_not_applied(tmp_path):
@@ -211,10 +208,7 @@ def test_sentencepiece_model_round_trips_and_names_its_end_of_document(tmp_path)
         )
     tokenizer = load_tokenizer(tmp_path / "with.model")
     assert tokenizer.decode(tokenizer.encode("the dog sat")) == "the dog sat"
-    assert [ids.tolist() for ids in tokenizer.encode_batch(["the dog", ""])] == [
-        tokenizer.encode("the dog"),
-        [],
-    ]
+    assert tokenizer.encode_batch(["the dog", ""]) == [tokenizer.encode("the dog"), []]
     assert (tokenizer.eod, tokenizer.pad) == (2, None)
     without = load_tokenizer(tmp_path / "without.model")
     assert without.eod is None
