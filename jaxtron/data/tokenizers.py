@@ -239,8 +239,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokeni
     trainer = hf.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
-        # sorted: the library hands the alphabet over in an order that differs between processes
-        initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=hf.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(counted(), trainer)

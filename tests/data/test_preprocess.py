@@ -19,6 +19,7 @@ import pytest
 import tokenizers as hf
 
 from jaxtron.data.__main__ import main
+from jaxtron.data.documents import find_sources, read_blocks, total_bytes
 from jaxtron.data.indexed import IndexedDatasetWriter
 from jaxtron.data.preprocess import preprocess
 from jaxtron.errors import ConfigError, DataError, JaxtronError
@@ -332,6 +333,18 @@ def test_folder_gives_one_document_per_file_in_path_order(tmp_path):
     assert summary.datasets["text"].skipped_empty == 1
     preprocess([folder], tmp_path / "out2", "byte", suffixes=(".md",))
     assert read_raw(tmp_path / "out2_text_document")[0] == [[120]]
+
+
+def test_progress_reaches_the_size_of_all_inputs(tmp_path):
+    plain = write_lines(tmp_path / "a.jsonl", *texts(*["x" * 1000] * 3000))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    sources = find_sources([plain, tmp_path / "b.jsonl.gz", plain])
+    blocks = list(read_blocks(sources))
+    positions = [block.position for block in blocks]
+    sizes = [plain.stat().st_size, (tmp_path / "b.jsonl.gz").stat().st_size]
+    assert positions == sorted(positions)
+    assert positions[-1] == total_bytes(sources) == 2 * sizes[0] + sizes[1]
+    assert max(len(block.records) for block in blocks) <= 1000
 
 
 def test_inputs_are_taken_in_the_order_given(tmp_path):
