@@ -1,0 +1,70 @@
+"""What each of two processes with four CPU devices does: ``STAGE FOLDER`` (see test_processes)."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtron.cli import run
+from jaxtron.config.load import load_config
+from jaxtron.launch.config import RuntimeConfig
+from jaxtron.launch.initialize import launch, shutdown
+from jaxtron.train import main as train_main
+from jaxtron.trainer import Trainer
+from tests.trainer.runs import raw_config
+
+RUNTIME = {"cpu_devices": 4}
+ARMS: dict[str, dict[str, Any]] = {
+    "fsdp-tensor": {
+        "parallel": {"fsdp": 4, "tensor": 2},
+        "train": {"num_microbatches": 2},
+    },
+    "data-fsdp": {"parallel": {"data": 2, "fsdp": 4, "data_sharding": "optim_grads_params"}},
+}
+
+
+class CountingRows:
+    """Notes which rows are read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.name = dataset.name
+        self.read: set[int] = set()
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.add(index)
+        return self._dataset[index]
+
+
+def train(folder: Path, arm: str, **sections: Any) -> None:
+    """Train; print the rows that this process has read."""
+    merged = {k: {**v, **sections.get(k, {})} for k, v in ARMS[arm].items()}
+    trainer = Trainer(load_config(raw_config(folder, **{**sections, **merged}), []))
+    rows = CountingRows(trainer.datasets.train)
+    trainer.datasets = dataclasses.replace(trainer.datasets, train=rows)
+    result = trainer.fit()
+    print(f"{arm} {result.step} {result.reason} {sorted(rows.read)}", flush=True)
+
+
+def main() -> None:
+    stage, folder = sys.argv[1], Path(sys.argv[2])
+    launch(RuntimeConfig(**RUNTIME))
+    assert (jax.process_count(), len(jax.local_devices())) == (2, 4)
+    if stage == "start":
+        for arm in ARMS:
+            train(folder / arm, arm, train={"exit_interval": 3}, eval={"interval": 3, "iters": 1})
+    else:
+        train(folder / "fsdp-tensor", "fsdp-tensor")
+        # The verb, on data that process 1 alone cannot read to the end.
+        broken = folder / "broken.yaml"
+        raise SystemExit(run(train_main, ["--config", str(broken)]))
+    shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""No recompiles, no leaks, no doubled state (O23)."""
+
+import gc
+
+import jax
+
+from tests.trainer.runs import evaluations, make_config, make_trainer
+
+
+def live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays() if not array.is_deleted())
+
+
+def test_ten_steps_compile_once_donate_and_do_not_grow(tmp_path):
+    trainer = make_trainer(
+        make_config(
+            tmp_path,
+            # A plan of its own, so that the program is not one that another test has used.
+            optimizer={"lr_decay_steps": 10},
+            train={"steps": 10},
+            eval={"interval": 5, "iters": 1},
+            checkpoint={"interval": 7},
+        )
+    )
+    program = trainer.program
+    step, states, live = program.train_step, [], []
+
+    def watched(state, batch):
+        states.append(jax.tree.leaves(state))
+        result = step(state, batch)
+        live.append(live_bytes())
+        return result
+
+    program.train_step = watched
+    try:
+        trainer.fit()
+    finally:
+        program.train_step = step
+    assert len(evaluations(tmp_path)) == 2
+    assert step._cache_size() == 1
+    assert program.eval_step._cache_size() == 1
+    assert len(states) == 10
+    assert all(array.is_deleted() for leaves in states for array in leaves)
+    # Between the second step and the last: the first has no metrics of a step before it.
+    assert live[-2] == live[1], live
+
+
+def test_restoring_holds_one_copy_of_the_state(tmp_path):
+    sections = {"parallel": {"fsdp": 8}}
+    make_trainer(make_config(tmp_path, **sections, train={"exit_interval": 1})).fit()
+    trainer = make_trainer(make_config(tmp_path, **sections))
+    before = live_bytes()
+    state, _, _ = trainer._start()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert size <= live_bytes() - before <= 1.01 * size
