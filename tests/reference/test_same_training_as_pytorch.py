@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxtron.config.load import load_config
@@ -12,9 +13,8 @@ from jaxtron.program import Program
 from tests.reference.torch_run import GPT2, LLAMA, Batch, Plan, TorchRun, build, train
 from tests.reference.weights import to_params
 
-ROWS, SEQ = 16, 32
+ROWS, SEQ = 8, 32
 PLAN = Plan()
-MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {
         "num_layers": LLAMA["num_hidden_layers"],
@@ -139,56 +139,72 @@ def assert_close(actual: Any, expected: Any, tolerance: float, what: str) -> Non
     assert not wrong, f"{what} differ by more than {tolerance} of their maximum: {wrong}"
 
 
-def check(
-    family: str,
-    *,
-    microbatches: int = 1,
-    packed: bool = False,
-    parallel: dict[str, Any] | None = None,
-) -> None:
-    parallel = parallel or {}
-    expected = torch_run(family, microbatches, packed)
-    config = make_config(family, parallel, microbatches, packed)
-    program = Program(config, jax.devices()[: int(np.prod(list(parallel.values())))])
-    batches = make_batches(config.model.vocab_size, packed)
+class Comparison:
+    """One run of ours beside the same run of PyTorch's."""
 
-    def place(tree: Any) -> Any:
-        params = to_params(family, tree, config.model)
-        return jax.tree.map(jax.device_put, params, program.state_shardings["params"])
+    def __init__(
+        self,
+        family: str,
+        *,
+        microbatches: int = 1,
+        packed: bool = False,
+        parallel: dict[str, Any] | None = None,
+    ) -> None:
+        parallel = parallel or {}
+        self.family = family
+        self.expected = torch_run(family, microbatches, packed)
+        self.config = make_config(family, parallel, microbatches, packed)
+        devices = jax.devices()[: int(np.prod(list(parallel.values())))]
+        self.program = Program(self.config, devices)
+        self.batches = make_batches(self.config.model.vocab_size, packed)
 
-    state = {**program.init_state(), "params": place(expected.initial)}
-    if not packed:
-        logits = all_logits(program, state["params"], batches[0]["tokens"][:2])
-        assert_close(logits, expected.logits[:2], 1e-5, "logits before training")
+    def to_params(self, tensors: Any) -> Any:
+        return to_params(self.family, tensors, self.config.model)
 
-    _, tokens, grads = jax.jit(program.loss_and_gradients)(
-        state["params"], program.place(batches[0])
-    )
-    assert int(tokens) == int(batches[0]["loss_mask"].sum())
-    gradients = to_params(family, expected.gradients, config.model)
-    assert_close(grads, gradients, 1e-4, "gradients of the first batch")
+    def initial_state(self) -> Any:
+        """Zero moments and counters, and PyTorch's weights."""
+        shapes = self.program.abstract_state()
+        values = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        values["params"] = self.to_params(self.expected.initial)
+        return jax.tree.map(lambda leaf, v: jax.device_put(v, leaf.sharding), shapes, values)
 
-    history = []
-    for batch in batches:
-        state, metrics = program.train_step(state, program.place(batch))
-        history.append(jax.tree.map(float, metrics))
-    for key, values, tolerance in (
-        ("lr", expected.learning_rates, 1e-6),
-        ("loss", expected.losses, 1e-4),
-        ("grad_norm", expected.grad_norms, 1e-3),
-    ):
-        ours = [metrics[key] for metrics in history]
-        np.testing.assert_allclose(ours, values, rtol=tolerance, atol=1e-12, err_msg=key)
-    final = to_params(family, expected.final, config.model)
-    assert_close(state["params"], final, 1e-3, "weights after training")
+    def check_logits(self) -> None:
+        params, tokens = self.initial_state()["params"], self.batches[0]["tokens"][:2]
+        logits = all_logits(self.program, params, tokens)
+        assert_close(logits, self.expected.logits[:2], 1e-5, "logits before training")
+
+    def check_training(self) -> None:
+        """Moments after one step, then metrics of all steps and the final weights.
+
+        The first moment is the first gradient, leaf by leaf: Adam's updates would hide a constant
+        factor on it.
+        """
+        state, history = self.initial_state(), []
+        for batch in self.batches:
+            state, metrics = self.program.train_step(state, self.program.place(batch))
+            history.append(jax.tree.map(float, metrics))
+            assert metrics["tokens"] == batch["loss_mask"].sum()
+            if len(history) == 1:
+                moments = optax.tree_utils.tree_get(state["opt_state"], "mu")
+                expected = self.to_params(self.expected.first_moments)
+                assert_close(moments, expected, 1e-4, "first moments after one step")
+        for key, values, tolerance in (
+            ("lr", self.expected.learning_rates, 1e-6),
+            ("loss", self.expected.losses, 1e-4),
+            ("grad_norm", self.expected.grad_norms, 1e-3),
+        ):
+            ours = [metrics[key] for metrics in history]
+            np.testing.assert_allclose(ours, values, rtol=tolerance, atol=1e-12, err_msg=key)
+        expected = self.to_params(self.expected.final)
+        assert_close(state["params"], expected, 1e-3, "weights after training")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_reference_run_exercises_what_is_compared(family: str) -> None:
-    """The loss falls well below a guess, and some but not all gradients are clipped."""
+    """The loss falls clearly, and some but not all gradients are clipped."""
     run = torch_run(family, 1, False)
     assert len(run.losses) == 50
-    assert np.mean(run.losses[-5:]) < run.losses[0] - 1
+    assert np.mean(run.losses[-5:]) < run.losses[0] - 0.8
     clipped = np.asarray(run.grad_norms) > PLAN.clip
     assert 5 <= clipped.sum() <= 45
     assert run.learning_rates[0] == 0
@@ -197,19 +213,24 @@ def test_reference_run_exercises_what_is_compared(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_fifty_steps_equal_pytorch(family: str) -> None:
-    check(family)
+    comparison = Comparison(family)
+    comparison.check_logits()
+    comparison.check_training()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_four_microbatches_equal_pytorch(family: str) -> None:
-    check(family, microbatches=4)
+def test_four_microbatches_equal_pytorch() -> None:
+    Comparison("llama", microbatches=4).check_training()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_packed_documents_equal_pytorch(family: str) -> None:
-    check(family, packed=True)
+def test_packed_documents_equal_pytorch() -> None:
+    Comparison("llama", packed=True).check_training()
 
 
-@pytest.mark.parametrize(("family", "packed"), [("llama", False), ("gpt2", True)])
-def test_a_three_axis_mesh_equals_pytorch(family: str, packed: bool) -> None:
-    check(family, microbatches=4, packed=packed, parallel=MESH)
+def test_packed_documents_in_four_microbatches_equal_pytorch() -> None:
+    Comparison("gpt2", microbatches=4, packed=True).check_training()
+
+
+def test_a_three_axis_mesh_equals_pytorch() -> None:
+    """Data 2 x fsdp 2 x tensor 2, with microbatches and packed documents."""
+    parallel = {"data": 2, "fsdp": 2, "tensor": 2}
+    Comparison("llama", microbatches=2, packed=True, parallel=parallel).check_training()

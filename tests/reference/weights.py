@@ -68,7 +68,7 @@ def _llama(tensors: Tensors, config: ModelConfig) -> dict[str, Any]:
 
 
 def _gpt2(tensors: Tensors, config: ModelConfig) -> dict[str, Any]:
-    """``Conv1D`` weights are ``[in, out]``; queries, keys and values stand in one, in this order."""
+    """``Conv1D`` weights are ``[in, out]``; queries, keys and values stand side by side in one."""
 
     def layer(i: int) -> dict[str, dict[str, np.ndarray]]:
         def get(name: str) -> np.ndarray:
