@@ -4,6 +4,7 @@ Each verb is a module that also runs as ``python -m jaxtron.<verb>``; it is impo
 for, so ``jaxtron --help`` needs neither JAX nor a device.
 """
 
+import argparse
 import importlib
 import importlib.metadata
 import importlib.util
@@ -72,6 +73,22 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
         # Python flushes stdout once more at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def parse_with_overrides(
+    parser: argparse.ArgumentParser, argv: list[str] | None
+) -> argparse.Namespace:
+    """Parse arguments of a verb that takes ``section.key=value`` anywhere among its options.
+
+    argparse itself accepts positional arguments in one run only. The parser declares them as
+    ``overrides``; those that stand elsewhere are added to it.
+    """
+    args, rest = parser.parse_known_args(argv)
+    wrong = [word for word in rest if word.startswith("-") or "=" not in word]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    args.overrides = [*args.overrides, *rest]
+    return args
 
 
 def _verb_main(verb: str) -> Callable[[list[str] | None], int]:

@@ -1,4 +1,4 @@
-"""``python -m jaxtron.generate --config FILE --prompt TEXT``: continue a text with a trained model."""
+"""``python -m jaxtron.generate --config FILE --prompt TEXT``: continue a text."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtron.checkpoint.checkpointer import Checkpointer
-from jaxtron.cli import run
+from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
 from jaxtron.data.tokenizers import Tokenizer, load_tokenizer
 from jaxtron.errors import CheckpointError, ConfigError
@@ -20,6 +20,8 @@ from jaxtron.resume import check_architecture
 EXAMPLE = """example:
   python -m jaxtron.generate --config run/config.yaml --prompt "def main(" --max-tokens 60
 """
+
+SEPARATOR = "-" * 40
 
 
 def generate(
@@ -93,7 +95,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--checkpoint", help="folder of checkpoints or of one step; default: the run's"
     )
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument(
+        "--prompt", required=True, action="append", help="text to continue; may be given again"
+    )
     parser.add_argument("--max-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
     parser.add_argument("--top-k", type=int, default=40)
@@ -101,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values over those of the file"
     )
-    args = parser.parse_args(argv)
+    args = parse_with_overrides(parser, argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     config = load_config(args.config, args.overrides)
     launch(config.runtime)
@@ -122,17 +126,20 @@ def main(argv: list[str] | None = None) -> int:
     check_architecture(config, meta, str(start.directory))
     abstract = {"params": program.abstract_state()["params"]}
     state, _ = checkpointer.restore(start.step, abstract, directory=start.directory)
-    text = generate(
-        program,
-        state["params"],
-        tokenizer,
-        args.prompt,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-    )
-    print(args.prompt + text)
+    for prompt in args.prompt:
+        text = generate(
+            program,
+            state["params"],
+            tokenizer,
+            prompt,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+        )
+        print(prompt + text)
+        if prompt != args.prompt[-1]:
+            print(SEPARATOR)
     return 0
 
 

@@ -8,7 +8,7 @@ import traceback
 
 import jax
 
-from jaxtron.cli import run
+from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.config import Config
 from jaxtron.config.help import help_config
 from jaxtron.config.load import load_config
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values over those of the file"
     )
-    args = parser.parse_args(argv)
+    args = parse_with_overrides(parser, argv)
     if args.help_config:
         print(help_config())
         return 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from jaxtron.bench.step import time_step
-from jaxtron.cli import run
+from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
 from jaxtron.launch.initialize import launch, shutdown
 
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     step.add_argument("--warmup", type=int, default=2, help="steps before them that do not count")
     step.add_argument("--json", type=Path, help="append the result to this file, a JSON line")
     step.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_args(argv)
+    args = parse_with_overrides(parser, argv)
     # force: libraries imported above may have set up logging already.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("absl", "jax", "orbax"):

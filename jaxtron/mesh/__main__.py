@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxtron.cli import run
+from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
 
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it all")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parse_with_overrides(parser, argv)
     # Nothing is computed; a GPU must not be taken for it.
     jax.config.update("jax_platforms", "cpu")
     from jaxtron.mesh.inspect import default_devices, inspect_layout
