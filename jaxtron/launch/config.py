@@ -40,3 +40,6 @@ class RuntimeConfig:
     initialization_timeout_s: int = key(
         300, "Longest wait for the other processes at the start [seconds].", ge=1
     )
+    heartbeat_timeout_s: int = key(
+        100, "A process that is silent for this long counts as lost: the job ends [seconds].", ge=1
+    )

@@ -48,8 +48,8 @@ def initialize(
 
     Args:
         plan: from :func:`plan_launch`.
-        runtime: cpu_devices, xla_flags, matmul_precision, compilation_cache_dir and
-            initialization_timeout_s.
+        runtime: cpu_devices, xla_flags, matmul_precision, compilation_cache_dir,
+            initialization_timeout_s and heartbeat_timeout_s.
         compute_capability: of the GPUs, for the table of compiler flags; None: none apply.
 
     Raises:
@@ -170,6 +170,7 @@ def _meet(plan: LaunchPlan, runtime: RuntimeConfig) -> None:
             # Its SLURM detection would give every process one GPU of its node.
             cluster_detection_method="deactivate",
             initialization_timeout=_JAX_MEETING_S,
+            heartbeat_timeout_seconds=runtime.heartbeat_timeout_s,
         )
     except RuntimeError as error:
         raise LaunchError(
