@@ -1,7 +1,5 @@
 """Row sources for ``data.source=tests.trainer.sources:NAME``."""
 
-from typing import Any
-
 import jax
 import numpy as np
 
@@ -38,12 +36,12 @@ def ragged(
 
 
 class _Broken(Rows):
-    def __init__(self, *arguments: Any, row: int, process: int) -> None:
+    def __init__(self, *arguments: int, first_bad: int) -> None:
         super().__init__(*arguments)
-        self._bad = row if jax.process_index() == process else None
+        self._first_bad = first_bad
 
     def __getitem__(self, index: int) -> Row:
-        if self._bad is not None and index >= self._bad:
+        if index >= self._first_bad:
             raise DataError(f"row {index} cannot be read")
         return super().__getitem__(index)
 
@@ -59,4 +57,7 @@ def broken(
     process: int = 0,
 ) -> Rows:
     """From ``row`` on, ``process`` cannot read."""
-    return _Broken(num_samples, seq_length, vocab_size, seed, row=row, process=process)
+    arguments = (num_samples, seq_length, vocab_size, seed)
+    return (
+        _Broken(*arguments, first_bad=row) if jax.process_index() == process else Rows(*arguments)
+    )
