@@ -6,9 +6,35 @@ from typing import Any, TypeVar
 import jax
 
 from jaxtron.config.run import Recompute
-from jaxtron.parallel.data_sharding import GATHERED_WEIGHT
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Operations that only move data.
+MOVES = frozenset(
+    {
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "dynamic_slice",
+        "gather",
+        "reshape",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+    }
+)
+
+
+def save_arithmetic(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Policy: keep results of arithmetic and named values, repeat what only moved data.
+
+    Between a stored shard and a matrix product a weight is only moved (gathered, cut, joined with
+    others), so no form of it is kept. Refusing the all-gather alone would not do: of query, key and
+    value weights their concatenation would be kept instead. An activation that is worth keeping
+    after a move carries a name (``checkpoint_name``).
+    """
+    return str(primitive) not in MOVES
 
 
 def remat_layer(layer: F, recompute: Recompute, *, drop_gathered: bool, in_scan: bool) -> F:
@@ -21,11 +47,11 @@ def remat_layer(layer: F, recompute: Recompute, *, drop_gathered: bool, in_scan:
         in_scan: whether the function is the body of a scan. Only there may common-subexpression
             elimination be left on: elsewhere it would merge the recomputation with the original.
     """
-    policies = jax.checkpoint_policies
+    policy: Callable[..., bool]
     if recompute == "full":
-        policy = policies.nothing_saveable
+        policy = jax.checkpoint_policies.nothing_saveable
     elif drop_gathered:
-        policy = policies.save_anything_except_these_names(GATHERED_WEIGHT)
+        policy = save_arithmetic
     else:
         return layer
     return jax.checkpoint(layer, policy=policy, prevent_cse=not in_scan)  # type: ignore[return-value]

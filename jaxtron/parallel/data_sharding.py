@@ -24,12 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.parallel.param_layout import ParamLayout
 from jaxtron.parallel.region import Region
-
-GATHERED_WEIGHT = "gathered_weight"
 
 
 def gather_copy(w: jax.Array, layout: ParamLayout) -> jax.Array:
@@ -79,8 +76,3 @@ def _gather_weight_bwd(layout: ParamLayout, reduce_dtype: Any, _: None, g: jax.A
 
 
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
-
-
-def fetch_weight(w: jax.Array, layout: ParamLayout, reduce_dtype: Any) -> jax.Array:
-    """ZeRO-3's gather, named so that a rematerialisation policy can refuse to save its result."""
-    return checkpoint_name(gather_weight(w, layout, reduce_dtype), GATHERED_WEIGHT)

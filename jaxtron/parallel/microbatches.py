@@ -10,8 +10,8 @@ from jax import lax
 
 from jaxtron.parallel.config import DataSharding
 from jaxtron.parallel.data_sharding import (
-    fetch_weight,
     gather_copy,
+    gather_weight,
     scatter_gradient,
     sum_gradient,
 )
@@ -79,7 +79,7 @@ class GradientPlan:
         layouts = self.layouts[part]
         if part == "layers":
             layouts = _map(ParamLayout.unstacked, layouts)
-        return _map(lambda lay, w: fetch_weight(w, lay, self.reduce_dtype), layouts, weights)
+        return _map(lambda lay, w: gather_weight(w, lay, self.reduce_dtype), layouts, weights)
 
     def value_and_gradients(
         self, objective: Objective, params: Params, microbatches: Any
