@@ -10,6 +10,7 @@ Seed, step, layer, site and row go into a 64-bit key, position and feature are t
 counters, so no product of sizes can wrap around 2**32.
 """
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,9 +108,16 @@ def dropout(
     return jnp.where(keep_where(words, rate), scaled, jnp.zeros((), x.dtype))
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "rows", "heads", "query_positions", "key_positions"],
+    meta_fields=["rate", "generator"],
+)
 @dataclass(frozen=True)
 class AttentionDropout:
     """Dropout of attention probabilities: (row, head) go into the key, (query, key) are indices.
+
+    A pytree, so that it passes through ``jax.checkpoint``.
 
     Attributes:
         key: scalar key of the site.
