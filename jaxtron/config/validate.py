@@ -13,6 +13,7 @@ from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import ConfigError, JaxtronError
 from jaxtron.layers.rope import rope_scaling_parameters
 from jaxtron.mesh.axes import resolve_axes
+from jaxtron.mesh.rules import check_layers, make_rules
 from jaxtron.optim.optimizer import find_factory
 from jaxtron.optim.schedule import check_schedule
 
@@ -217,6 +218,15 @@ def _axes_can_train(config: Config, axes: Axes) -> Iterator[str]:
             )
 
 
+def _layers_can_use_rules(config: Config, axes: Axes) -> Iterator[str]:
+    try:
+        rules = make_rules(config.parallel.rules, axes)
+    except ConfigError as error:
+        yield str(error)
+    else:
+        yield from check_layers(rules)
+
+
 def _tokenizer_fits_vocabulary(config: Config, axes: Axes) -> Iterator[str]:
     if config.data.tokenizer is None:
         return
@@ -267,6 +277,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
 
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _axes_can_train,
+    _layers_can_use_rules,
     _tokenizer_fits_vocabulary,
     _optimizer_can_be_built,
 )

@@ -47,8 +47,14 @@ class Attention(nnx.Module):
         region, groups = inputs.region, self.config.query_groups
         x = region.gather_sequence(x)
         query_w = self.query[...]
-        key_value_w = region.own_groups(self.key_value[...], groups, axis=2)
-        heads, own = query_w.shape[1], key_value_w.shape[2]
+        heads = query_w.shape[1]
+        split = heads < self.config.num_attention_heads
+
+        def own_groups(w: jax.Array, axis: int) -> jax.Array:
+            return region.own_groups(w, groups, axis) if split else w
+
+        key_value_w = own_groups(self.key_value[...], axis=2)
+        own = key_value_w.shape[2]
         # one matrix product for queries, keys and values
         fused = jnp.concatenate(
             [query_w, key_value_w[:, 0], key_value_w[:, 1]], axis=1
@@ -56,7 +62,7 @@ class Attention(nnx.Module):
         qkv = jnp.einsum("bsh,hnd->bsnd", x, fused)
         q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + own], qkv[:, :, heads + own :]
         if self.config.add_bias_linear or self.config.add_qkv_bias:
-            bias = region.own_groups(self.key_value_bias[...], groups, axis=1).astype(x.dtype)
+            bias = own_groups(self.key_value_bias[...], axis=1).astype(x.dtype)
             q = q + self.query_bias[...].astype(x.dtype)
             k, v = k + bias[0], v + bias[1]
         if self.config.qk_layernorm:
@@ -66,7 +72,8 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
         core = checkpoint_name(inputs.attend(q, k, v, drop), "core_attn")
-        y = region.reduce_sequence(jnp.einsum("bsnd,ndh->bsh", core, self.output[...]))
+        y = jnp.einsum("bsnd,ndh->bsh", core, self.output[...])
+        y = region.reduce_sequence(y, partial=split)
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)
         return y

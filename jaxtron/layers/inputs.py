@@ -51,7 +51,8 @@ class Randomness:
         """Dropout of the attention probabilities of this device's ``heads`` query heads."""
         if self.config.attention_dropout == 0:
             return None
-        first = self.region.index("tensor") * heads
+        split = heads < self.config.num_attention_heads
+        first = self.region.index("tensor") * heads if split else 0
         return AttentionDropout(
             key=dropout_key(self.seed, self.step, layer, "attention_probabilities"),
             rate=self.config.attention_dropout,

@@ -5,13 +5,13 @@ table says over which mesh axes a dimension of that name is split. ``parallel.ru
 configuration overrides single rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
 from jaxtron.errors import ConfigError
-from jaxtron.mesh.axes import AXES
+from jaxtron.mesh.axes import AXES, BATCH_AXES
 from jaxtron.nearest import nearest
 
 DEFAULT_RULES: dict[str, tuple[str, ...]] = {
@@ -34,6 +34,9 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 # A dimension with one of these names may be smaller than its mesh axes: it is then replicated over
 # them (each device uses the part it needs), provided the axes' size is a multiple of it.
 REPLICATED_WHEN_SMALLER = frozenset({"kv_heads"})
+
+# Dimensions that layers can compute with in pieces, or whole; all others they need whole.
+SPLIT_OVER_TENSOR = ("vocab", "heads", "kv_heads", "mlp")
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,40 @@ def make_rules(
             raise ConfigError(f"parallel.rules.{name}: a mesh axis stands twice in {list(axes)}")
         table[name] = axes
     return LogicalRules(table, dict(sizes))
+
+
+def check_layers(rules: LogicalRules) -> Iterator[str]:
+    """Rows of the table that the layers and the loss cannot compute with, each with its fix.
+
+    The manual region's arithmetic follows from where a dimension is split, so a row outside these
+    bounds would give a wrong result or none: ``batch`` and ``sequence`` take all their axes,
+    ``vocab, heads, kv_heads, mlp`` are split over ``tensor`` or whole, other dimensions of
+    parameters are whole. ``zero`` is free.
+    """
+    for name, needed in (("batch", BATCH_AXES), ("sequence", ("context",))):
+        live = {axis for axis in needed if rules.sizes[axis] > 1}
+        if set(rules.axes(name)) != live:
+            yield (
+                f"parallel.rules.{name} is {_shown(rules.table[name])}, but it must hold every "
+                f"axis that splits the {name}: set it to {_shown(needed)}"
+            )
+    for name in rules.table:
+        if name in ("batch", "sequence", "zero"):
+            continue
+        allowed = ("tensor",) if name in SPLIT_OVER_TENSOR else ()
+        if not set(rules.axes(name)) <= set(allowed):
+            how = "split over tensor or whole" if allowed else "whole"
+            yield (
+                f"parallel.rules.{name} is {_shown(rules.table[name])}, but layers compute with "
+                f"{name} {how}: set it to {'tensor or null' if allowed else 'null'} (parameters "
+                "are stored in more pieces by parallel.rules.zero)"
+            )
+    if rules.axes("kv_heads") and not rules.axes("heads"):
+        yield (
+            "parallel.rules.kv_heads is split over tensor but parallel.rules.heads is not: set "
+            "parallel.rules.kv_heads to null too"
+        )
+
+
+def _shown(axes: Sequence[str]) -> str:
+    return f"[{', '.join(axes)}]" if axes else "null"

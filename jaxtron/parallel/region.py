@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,24 @@ class Region:
     def gather_sequence(self, x: jax.Array) -> jax.Array:
         """Enter a tensor-parallel block: ``[b, s/tensor, ...] -> [b, s, ...]``.
 
-        Without sequence parallelism the stream is whole already.
+        Without sequence parallelism the stream is whole already. The name keeps the result from
+        being gathered again where a backward pass repeats data movement (``layers/remat.py``).
         """
         if not self.sequence_parallel:
             return x
-        return lax.all_gather(x, "tensor", axis=1, tiled=True)
+        return checkpoint_name(lax.all_gather(x, "tensor", axis=1, tiled=True), "gathered_sequence")
 
-    def reduce_sequence(self, x: jax.Array) -> jax.Array:
+    def reduce_sequence(self, x: jax.Array, partial: bool = True) -> jax.Array:
         """Leave a tensor-parallel block: sum partial ``[b, s, ...]`` over ``tensor``.
 
         The result is the residual stream's form: ``[b, s/tensor, ...]`` with sequence parallelism,
-        ``[b, s, ...]`` without.
+        ``[b, s, ...]`` without. ``partial`` is False for a block whose weights every member holds
+        whole (``parallel.rules``): each has the complete sum, and nothing is added.
         """
         if self.tensor == 1:
             return x
+        if not partial:
+            return self.own_sequence(x, axis=1)
         if not self.sequence_parallel:
             return lax.psum(x, "tensor")
         return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
@@ -80,10 +85,10 @@ class Region:
     def own_groups(self, x: jax.Array, groups: int, axis: int) -> jax.Array:
         """This device's key/value heads out of a weight that holds ``x.shape[axis]`` of them.
 
-        A weight split over ``tensor`` holds the right ones already. Fewer groups than members are
-        replicated; each member then uses the one group its query heads belong to.
+        A weight split over ``tensor`` holds the right ones already. Of one that is replicated, each
+        member uses the groups its query heads belong to: several, or a share of one.
         """
-        if x.shape[axis] < groups or groups >= self.tensor:
+        if self.tensor == 1 or x.shape[axis] < groups:
             return x
         start = jnp.asarray(lax.axis_index("tensor") * groups // self.tensor)
-        return lax.dynamic_slice_in_dim(x, start, 1, axis)
+        return lax.dynamic_slice_in_dim(x, start, max(1, groups // self.tensor), axis)
