@@ -30,6 +30,7 @@ from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
 from jaxtron.models.decoder import Decoder
+from jaxtron.models.model import Model
 from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
@@ -52,19 +53,27 @@ class Program:
     Args:
         config: the configuration; refused before anything is compiled when it cannot work.
         devices: devices to use; default: all of the job.
+        model: a model of your own (``docs/extending.md``); default: the decoder that ``config``
+            describes. Vocabulary, heads and dropout rates are read from ``config.model`` either
+            way.
 
     Raises:
         ConfigError: a combination that cannot work, with the fix.
     """
 
-    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[jax.Device] | None = None,
+        model: Model | None = None,
+    ) -> None:
         devices = list(jax.devices() if devices is None else devices)
         self.config = config
         self.sizes = resolve_axes(config.parallel, len(devices))
         validate_for_training(config, len(devices))
         self.mesh = make_mesh(self.sizes, devices)
         self.rules = make_rules(config.parallel.rules, self.sizes)
-        self.model = Decoder(config.model)
+        self.model: Model = Decoder(config.model) if model is None else model
         self.batch_layout = batch_layout(config, self.sizes)
         platform = devices[0].platform
         loop = config.train.layer_loop
@@ -93,8 +102,8 @@ class Program:
             AttentionSpec(
                 query_length=config.data.seq_length,
                 key_length=config.data.seq_length,
-                num_heads=config.model.num_attention_heads // self.sizes["tensor"],
-                num_query_groups=max(1, config.model.query_groups // self.sizes["tensor"]),
+                num_heads=config.model.num_attention_heads // self.rules.size("heads"),
+                num_query_groups=max(1, config.model.query_groups // self.rules.size("heads")),
                 head_dim=config.model.head_dim,
                 dtype=jnp.dtype(DTYPES[precision.compute]),
                 causal=True,

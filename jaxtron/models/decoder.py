@@ -17,10 +17,8 @@ from jaxtron.layers.remat import remat_layer
 from jaxtron.layers.rope import rotary_tables
 from jaxtron.layers.transformer_layer import TransformerLayer
 from jaxtron.models.config import ModelConfig
+from jaxtron.models.model import Fetch, Params
 from jaxtron.parallel.region import Region
-
-Params = dict[str, Any]
-Fetch = Callable[[str, Params], Params]
 
 
 class Output(nnx.Module):
@@ -41,14 +39,21 @@ class Decoder:
 
     Parameters are a nested dict with the parts ``embedding, layers, final_norm`` and, when untied,
     ``output``; ``layers`` leaves hold all layers in their first dimension. The methods that compute
-    run inside the manual region, on local shards.
+    run inside the manual region, on local shards. Implements
+    :class:`jaxtron.models.model.Model`.
+
+    Attributes:
+        layer_class: module of a layer, constructed as ``layer_class(config, rngs)`` and called as
+            ``layer(x, inputs, number)``; a subclass may set another.
     """
+
+    layer_class: type[Any] = TransformerLayer
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
         self._build: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
             "embedding": lambda rngs: Embedding(config, rngs),
-            "layers": lambda rngs: TransformerLayer(config, rngs),
+            "layers": lambda rngs: self.layer_class(config, rngs),
             "final_norm": lambda rngs: Norm(config, config.hidden_size),
         }
         if config.untie_embeddings_and_output_weights:
