@@ -1,0 +1,190 @@
+"""What each level of ``parallel.data_sharding`` stores, keeps while it computes, and communicates.
+
+P parameters, d data shards; bytes are those of Rajbhandari et al. 2020, arXiv:1910.02054, for fp32
+master weights with AdamW. Where collectives stand is read from StableHLO: loop 1 is the loop over
+microbatches, loop 2 the loop over layers.
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtron.program import Program
+from tests.parity.harness import make_config
+from tests.program.collectives import collectives, count
+
+ADAMW = {"name": "adamw"}
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+MATRICES = 7  # embedding, query, key_value, output, up, down; output layer
+LAYER_MATRICES = 5
+
+
+def parameters(model: Any) -> tuple[int, int]:
+    """Parameters in matrices and in norm weights of an untied Llama-style model."""
+    h, d = model.hidden_size, model.hidden_size // model.num_attention_heads
+    attention = 2 * h * model.num_attention_heads * d + 2 * h * model.num_query_groups * d
+    layer = attention + 3 * h * model.ffn_hidden_size
+    matrices = 2 * model.padded_vocab_size * h + model.num_layers * layer
+    return matrices, (2 * model.num_layers + 1) * h
+
+
+def abstract_batch(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
+    layout = program.batch_layout
+    shape = (
+        layout.num_microbatches,
+        layout.rows_per_microbatch,
+        program.config.data.seq_length,
+    )
+    dtypes = {"tokens": np.int32, "labels": np.int32, "loss_mask": np.float32}
+    sharding = program.placement.sharding
+    return {k: jax.ShapeDtypeStruct(shape, d, sharding=sharding) for k, d in dtypes.items()}
+
+
+def lower(config: Any) -> Any:
+    program = Program(config)
+    return program.train_step.lower(program.abstract_state(), abstract_batch(program))
+
+
+@pytest.mark.parametrize("parallel", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 8}])
+@pytest.mark.parametrize("level", LEVELS)
+def test_stored_bytes_per_device(level: str, parallel: dict[str, int]) -> None:
+    # no group is replicated at tensor 2: every matrix is split over tensor
+    parallel = {"fsdp": 1, **parallel}
+    program = Program(make_config(parallel={**parallel, "data_sharding": level}, optimizer=ADAMW))
+    state = jax.tree.map(
+        lambda s: jax.make_array_from_callback(
+            s.shape, s.sharding, lambda i, s=s: np.zeros(s.sharding.shard_shape(s.shape), s.dtype)
+        ),
+        program.abstract_state(),
+    )
+    matrices, vectors = parameters(program.config.model)
+    split = parallel.get("tensor", 1) * (1 if level == "no_shard" else parallel["fsdp"])
+    expected = 12 * (matrices // split + vectors)  # fp32 weight and two moments
+    for device in range(8):
+        arrays = [a for a in jax.tree.leaves((state["params"], state["opt_state"])) if a.ndim]
+        stored = sum(a.addressable_shards[device].data.nbytes for a in arrays)
+        assert stored == expected, f"{level} on device {device}"
+
+
+def test_initial_state_is_stored_as_declared() -> None:
+    """Nothing is replicated on the way from the initialiser."""
+    program = Program(
+        make_config(
+            model={"num_layers": 1},
+            parallel={"fsdp": 8, "data_sharding": "optim_grads_params"},
+            optimizer=ADAMW,
+        )
+    )
+    state = program.init_state()
+    for leaf, sharding in zip(
+        jax.tree.leaves(state), jax.tree.leaves(program.state_shardings), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    matrix = state["params"]["layers"]["mlp"]["up"]
+    assert math.prod(matrix.addressable_shards[0].data.shape) == matrix.size // 8
+
+
+def test_temporary_bytes_shrink_from_level_to_level() -> None:
+    model = {"num_layers": 8, "hidden_size": 256, "ffn_hidden_size": 512, "vocab_size": 1024}
+    size = 0
+    temporary: dict[str, float] = {}
+    # no_shard holds the same copies and accumulators as optim while it computes
+    settings: dict[str, dict[str, Any]] = {level: {} for level in LEVELS[1:]}
+    settings["kept"] = {"data_sharding": LEVELS[-1], "reshard_after_forward": False}
+    for name, extra in settings.items():
+        config = make_config(
+            model=model,
+            parallel={"fsdp": 8, "data_sharding": name, **extra},
+            train={"num_microbatches": 4},
+            precision={"compute": "bf16"},
+        )
+        size = sum(parameters(config.model))
+        analysis = lower(config).compile().memory_analysis()
+        temporary[name] = analysis.temp_size_in_bytes / size
+    print({name: round(value, 2) for name, value in temporary.items()}, "bytes a parameter")
+    optim, grads, params = (temporary[level] for level in LEVELS[1:])
+    # Of 4P for fp32 gradients 4P/8 is left, but a microbatch's own gradients pass through; then of
+    # 2P for bf16 copies two layers' are.
+    assert optim > grads + 2
+    assert grads > params + 4
+    # the gathered bf16 layers are not kept for the backward pass
+    layers = 8 * (2 * 256 * 256 + 2 * 256 * 64 + 3 * 256 * 512) / size
+    assert temporary["kept"] > params + 2 * 0.9 * layers
+
+
+def step_collectives(level: str, loop: str = "scan", **parallel: Any) -> Any:
+    config = make_config(
+        model={"num_layers": 3},
+        parallel={"fsdp": 8, "data_sharding": level, **parallel},
+        train={"num_microbatches": 4, "layer_loop": loop},
+        precision={"compute": "bf16"},
+    )
+    return collectives(lower(config))
+
+
+def test_no_shard_sums_every_gradient_once_a_step() -> None:
+    found = step_collectives("no_shard")
+    assert count(found, "all_gather") == {}
+    assert count(found, "reduce_scatter") == {}
+    # 7 matrices, 2 + 1 norm weights; loss, token count and the number of valid tokens
+    assert count(found, "all_reduce") == {0: MATRICES + 3 + 3}
+
+
+def test_optim_gathers_weights_and_scatters_gradients_once_a_step() -> None:
+    found = step_collectives("optim")
+    assert count(found, "all_gather") == {0: MATRICES}
+    assert count(found, "reduce_scatter") == {0: MATRICES}
+    assert count(found, "all_reduce") == {0: 3 + 3}
+
+
+def test_optim_grads_scatters_gradients_in_every_microbatch() -> None:
+    found = step_collectives("optim_grads")
+    assert count(found, "all_gather") == {0: MATRICES}
+    assert count(found, "reduce_scatter") == {1: MATRICES}
+
+
+@pytest.mark.parametrize(("reshard", "gathers_a_layer"), [(True, 2), (False, 1)])
+@pytest.mark.parametrize("loop", ["scan", "unroll"])
+def test_optim_grads_params_gathers_in_the_layer_and_again_in_the_backward(
+    loop: str, reshard: bool, gathers_a_layer: int
+) -> None:
+    found = step_collectives("optim_grads_params", loop, reshard_after_forward=reshard)
+    outside = MATRICES - LAYER_MATRICES  # the embedding's and output's backward reads no weight
+    if loop == "scan":
+        assert count(found, "all_gather") == {1: outside, 2: gathers_a_layer * LAYER_MATRICES}
+        assert count(found, "reduce_scatter") == {1: outside, 2: LAYER_MATRICES}
+    else:
+        assert count(found, "all_gather") == {1: outside + 3 * gathers_a_layer * LAYER_MATRICES}
+        assert count(found, "reduce_scatter") == {1: outside + 3 * LAYER_MATRICES}
+
+
+def test_resharding_does_not_gather_the_sequence_again() -> None:
+    """Sequence parallelism's gathers of activations are the same with and without it."""
+    counts = []
+    for level in ("optim", "optim_grads_params"):
+        config = make_config(
+            model={"num_layers": 3},
+            parallel={"fsdp": 4, "tensor": 2, "data_sharding": level},
+        )
+        found = collectives(lower(config))
+        counts.append(count(found, "all_gather"))
+    optim, params = counts
+    # one microbatch: loop 1 is the loop over layers
+    assert params[1] == optim[1] + 2 * LAYER_MATRICES
+
+
+@pytest.mark.parametrize(("grad_reduce", "dtype"), [("fp32", "f32"), ("bf16", "bf16")])
+def test_gradients_are_summed_in_the_format_asked_for(grad_reduce: str, dtype: str) -> None:
+    for level in ("optim", "optim_grads_params"):
+        config = make_config(
+            model={"num_layers": 1},
+            parallel={"data": 2, "fsdp": 4, "data_sharding": level},
+            precision={"compute": "bf16", "grad_reduce": grad_reduce},
+        )
+        found = collectives(lower(config))
+        gathered = {key[2] for key in found if key[0] == "all_gather"}
+        scattered = {key[2] for key in found if key[0] == "reduce_scatter"}
+        assert (gathered, scattered) == ({"bf16"}, {dtype}), level
