@@ -106,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
         "overrides", nargs="*", metavar="section.key=value", help="values over those of the file"
     )
     args = parse_with_overrides(parser, argv)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    # force: libraries that were imported have installed a handler of their own
+    logging.basicConfig(level=logging.ERROR, format="%(message)s", stream=sys.stderr, force=True)
     config = load_config(args.config, args.overrides)
     launch(config.runtime)
     if config.data.tokenizer is None:
