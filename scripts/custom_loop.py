@@ -31,6 +31,7 @@ def main(source: str, *overrides: str) -> list[float]:
         valid_samples=batch_size,
         test_samples=0,
     )
+    assert datasets.train is not None and datasets.valid is not None  # both were asked for
 
     def batches_of(dataset: RowDataset) -> Iterator[Batch]:
         rows = program.placement.rows
