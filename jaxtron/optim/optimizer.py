@@ -1,31 +1,52 @@
 """Optimizers by name, built from optax.
 
+``adamw`` (:mod:`jaxtron.optim.adam`), ``sgd``, ``lion``, ``adafactor`` and ``muon`` each have a
+module of their name.
+
 An optimizer from another package is named by ``optimizer.name: "module:factory"``. The factory is
 called as ``factory(config, schedule, decay_mask, **config.options)`` and returns an
 ``optax.GradientTransformation``::
 
-    def lion(config, schedule, decay_mask, *, b1=0.9):
-        return optax.lion(schedule, b1=b1, weight_decay=config.weight_decay, mask=decay_mask)
+    def lamb(config, schedule, decay_mask, *, b1=0.9):
+        return optax.lamb(schedule, b1=b1, weight_decay=config.weight_decay, mask=decay_mask)
 
 ``schedule`` maps a count of updates to the learning rate (:mod:`jaxtron.optim.schedule`) and
 ``decay_mask`` is true for parameters that weight decay applies to. The state must be a tree of
-arrays, in which what belongs to the parameters lies in trees like the parameters'.
+arrays, in which what belongs to the parameters lies in trees like the parameters'. With
+``decoupled_lr`` it is called once for each of the two groups of parameters, with trees that hold
+``optax.MaskedNode()`` in place of the parameters of the other.
 """
 
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from jaxtron.errors import ConfigError
+from jaxtron.optim.adafactor import adafactor
+from jaxtron.optim.adam import adamw
 from jaxtron.optim.config import OptimizerConfig
 from jaxtron.optim.decay_mask import decay_mask
-from jaxtron.optim.schedule import Schedule, learning_rate_schedule
+from jaxtron.optim.decoupled_lr import with_decoupled_lr
+from jaxtron.optim.lion import lion
+from jaxtron.optim.muon import check_muon, muon
+from jaxtron.optim.plan import Plan
+from jaxtron.optim.schedule import learning_rate_schedule
+from jaxtron.optim.sgd import sgd
+from jaxtron.optim.weight_decay import check_weight_decay, weight_decay_schedule
 
-OptimizerFactory = Callable[..., optax.GradientTransformation]
-"""What stands behind an optimizer's name: ``(config, schedule, decay_mask, **options)``."""
+OptimizerFactory = Callable[[Plan], optax.GradientTransformation]
+"""What stands behind an optimizer's name."""
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "lion": lion,
+    "adafactor": adafactor,
+    "muon": muon,
+}
+"""Built-in optimizers by name."""
 
 
 def make_optimizer(
@@ -39,23 +60,43 @@ def make_optimizer(
         logical_axes: a tree like the parameters, whose leaves are tuples of logical axis names.
 
     Returns:
-        A transformation whose state holds float32 moments in trees like the parameters and int32
-        counts of updates.
+        A transformation whose state holds moments in trees like the parameters and int32 counts of
+        updates. Moments are float32 unless a key says otherwise.
 
     Raises:
-        ConfigError: unknown name, a factory that cannot be imported, or a bad learning-rate plan.
+        ConfigError: unknown name, a factory that cannot be imported, or a bad plan of learning rate
+            or weight decay.
     """
     factory = find_factory(config)
-    schedule = learning_rate_schedule(config, total_steps=total_steps)
-    return factory(config, schedule, decay_mask(logical_axes), **config.options)
+
+    def build(config: OptimizerConfig, logical_axes: Any) -> optax.GradientTransformation:
+        return factory(
+            Plan(
+                config=config,
+                learning_rate=learning_rate_schedule(config, total_steps=total_steps),
+                weight_decay=weight_decay_schedule(config, total_steps=total_steps),
+                decay_mask=decay_mask(logical_axes, qk_layernorm=config.apply_wd_to_qk_layernorm),
+                logical_axes=logical_axes,
+            )
+        )
+
+    return with_decoupled_lr(config, logical_axes, build)
 
 
 def find_factory(config: OptimizerConfig) -> OptimizerFactory:
     """The factory behind ``optimizer.name``.
 
     Raises:
-        ConfigError: no such optimizer, or options for a built-in one.
+        ConfigError: no such optimizer, options for a built-in one, or keys that contradict it.
     """
+    check_weight_decay(config)
+    if config.name == "muon":
+        check_muon(config)
+    if config.exp_avg_dtype != "fp32" and config.name != "adamw":
+        raise ConfigError(
+            f"optimizer.exp_avg_dtype={config.exp_avg_dtype} is for optimizer.name=adamw, not "
+            f"{config.name}; set it to fp32"
+        )
     name = config.name
     if name in OPTIMIZERS:
         if config.options:
@@ -76,36 +117,8 @@ def find_factory(config: OptimizerConfig) -> OptimizerFactory:
         raise ConfigError(f"optimizer.name={name} cannot be imported: {error}") from error
     if not callable(factory):
         raise ConfigError(f"optimizer.name={name} is a {type(factory).__name__}, not a function")
-    return factory
 
+    def from_plan(plan: Plan) -> optax.GradientTransformation:
+        return factory(plan.config, plan.learning_rate, plan.decay_mask, **plan.config.options)
 
-def adamw(
-    config: OptimizerConfig, schedule: Schedule, decay_mask: Any
-) -> optax.GradientTransformation:
-    """Adam with decoupled decay that is multiplied by the learning rate.
-
-    Loshchilov and Hutter 2019, arXiv:1711.05101, as in ``torch.optim.AdamW``.
-    """
-    return optax.chain(
-        optax.scale_by_adam(
-            b1=config.adam_beta1, b2=config.adam_beta2, eps=config.adam_eps, mu_dtype=jnp.float32
-        ),
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        optax.scale_by_learning_rate(schedule),
-    )
-
-
-def sgd(
-    config: OptimizerConfig, schedule: Schedule, decay_mask: Any
-) -> optax.GradientTransformation:
-    """Gradient descent with momentum and an L2 term in the gradient, as in ``torch.optim.SGD``."""
-    momentum = optax.trace(config.sgd_momentum, accumulator_dtype=jnp.float32)
-    return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=decay_mask),
-        *([momentum] if config.sgd_momentum > 0 else []),
-        optax.scale_by_learning_rate(schedule),
-    )
-
-
-OPTIMIZERS: dict[str, OptimizerFactory] = {"adamw": adamw, "sgd": sgd}
-"""Built-in optimizers by name."""
+    return from_plan

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxtron.errors import ConfigError
 from jaxtron.optim.config import OptimizerConfig
+from jaxtron.optim.decoupled_lr import decoupled_config
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -58,6 +59,7 @@ def check_schedule(config: OptimizerConfig, *, total_steps: int) -> None:
     Raises:
         ConfigError: with the keys, their values and what would be right.
     """
+    decoupled_config(config)
     if config.min_lr > config.lr:
         raise ConfigError(
             f"optimizer.min_lr={config.min_lr} is larger than optimizer.lr={config.lr}"

@@ -198,7 +198,7 @@ def test_an_optimizer_from_another_package_is_named_by_its_import_path(monkeypat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "adam"}, "'adam'.*one of adamw, sgd or module:factory"),
+        ({"name": "adam"}, "'adam'.*one of adamw, sgd, lion, adafactor, muon or module"),
         ({"name": "no_such_package:thing"}, "cannot be imported.*no_such_package"),
         ({"name": "math:thing"}, "cannot be imported.*thing"),
         ({"name": "adamw", "options": {"power": 1}}, "options has power.*adamw takes none"),
