@@ -204,7 +204,7 @@ def test_reference_run_exercises_what_is_compared(family: str) -> None:
     """The loss falls clearly, and some but not all gradients are clipped."""
     run = torch_run(family, 1, False)
     assert len(run.losses) == 50
-    assert np.mean(run.losses[-5:]) < run.losses[0] - 0.8
+    assert np.mean(run.losses[-5:]) < run.losses[0] - 1
     clipped = np.asarray(run.grad_norms) > PLAN.clip
     assert 5 <= clipped.sum() <= 45
     assert run.learning_rates[0] == 0
@@ -227,6 +227,7 @@ def test_packed_documents_equal_pytorch() -> None:
 
 
 def test_packed_documents_in_four_microbatches_equal_pytorch() -> None:
+    """Learned positions show a missing reset; rotary ones are relative and would not."""
     Comparison("gpt2", microbatches=4, packed=True).check_training()
 
 

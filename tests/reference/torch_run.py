@@ -21,8 +21,9 @@ torch.set_num_threads(1)
 
 Batch = dict[str, np.ndarray]
 
-# Sizes that differ from each other, so that a wrong transpose does not fit. head_dim x heads is
-# not the hidden size, and neither the vocabulary nor half of it is a multiple of 8.
+# Sizes that differ from each other, so that a wrong transpose does not fit. In the Llama
+# heads x head_dim is not the hidden size, and both vocabularies need padding. Weights are larger
+# than usual: with small ones every activation function is nearly a line.
 LLAMA = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -35,6 +36,7 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 2000.0},
     "tie_word_embeddings": False,
+    "initializer_range": 0.06,
 }
 GPT2 = {
     "vocab_size": 97,
@@ -43,6 +45,7 @@ GPT2 = {
     "n_layer": 2,
     "n_head": 4,
     "n_positions": 32,
+    "initializer_range": 0.06,
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
     "attn_pdrop": 0.0,
@@ -64,7 +67,7 @@ class Plan:
     # A key's bias changes nothing (softmax does not see what all keys share), so its gradient is
     # rounding error, about 1e-9. With eps 1e-8 Adam would make a random walk of it.
     eps: float = 1e-6
-    clip: float = 1.2
+    clip: float = 1.6
 
     def lr_factor(self, update: int) -> float:
         """Learning rate of an update (from 0) as a share of ``lr``: warm-up, then half a cosine."""
