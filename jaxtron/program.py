@@ -48,7 +48,8 @@ class Program:
     """A model, its mesh, and compiled functions over its state.
 
     The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32)
-    and ``updates`` (optimizer updates applied; a step without a valid token applies none).
+    and ``updates`` (optimizer updates applied; a step without a valid token applies none,
+    nor one over ``optimizer.grad_norm_skip_threshold``).
 
     Args:
         config: the configuration; refused before anything is compiled when it cannot work.
@@ -304,6 +305,9 @@ class Program:
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
         applies = tokens > 0
+        threshold = self.config.optimizer.grad_norm_skip_threshold
+        if threshold is not None:
+            applies &= grad_norm <= threshold
 
         def keep(new: Any, old: Any) -> Any:
             return jax.tree.map(functools.partial(jnp.where, applies), new, old)
