@@ -207,3 +207,22 @@ def test_an_optimizer_from_another_package_is_named_by_its_import_path(monkeypat
 def test_an_optimizer_that_does_not_exist_is_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         make_optimizer(OptimizerConfig(lr=0.1, **changes), total_steps=1, logical_axes=AXES)
+
+
+def test_a_bfloat16_first_moment_halves_its_bytes_and_hardly_changes_training():
+    changes = {"lr": 0.03, "lr_decay_style": "constant", "weight_decay": 0.3}
+    full, _ = train(OptimizerConfig(**changes), 10)
+    half, state = train(OptimizerConfig(**changes, exp_avg_dtype="bf16"), 10)
+    adam = state[0]
+    assert {x.dtype.name for x in jax.tree.leaves(adam.mu)} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(adam.nu)} == {"float32"}
+    for a, b, start in zip(*map(jax.tree.leaves, (full, half, random_tree(0)))):
+        moved = np.abs(a - start).max()
+        # eight bits of mantissa: each stored moment is off by at most 2^-9
+        assert 0 < np.abs(a - b).max() < 0.02 * moved
+
+
+def test_a_moment_dtype_for_another_optimizer_is_refused():
+    config = OptimizerConfig(name="lion", lr=0.1, exp_avg_dtype="bf16")
+    with pytest.raises(ConfigError, match=r"exp_avg_dtype=bf16 is for optimizer.name=adamw"):
+        make_optimizer(config, total_steps=1, logical_axes=AXES)
