@@ -39,6 +39,11 @@ _LR_PLAN_KEYS = (
     "optimizer.lr_warmup_init",
     "optimizer.lr_wsd_decay_style",
     "optimizer.lr_wsd_decay_steps",
+    "optimizer.decoupled_lr",
+    "optimizer.decoupled_min_lr",
+    "optimizer.weight_decay_incr_style",
+    "optimizer.start_weight_decay",
+    "optimizer.end_weight_decay",
 )
 
 
