@@ -1,5 +1,6 @@
 """The training loop: data, step, metrics, evaluation, checkpoints. No parallelism in it."""
 
+import itertools
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
 from jaxtron.data.build import Datasets, build_datasets
 from jaxtron.data.loader import batches
+from jaxtron.data.source import RowDataset
 from jaxtron.errors import DataError
 from jaxtron.observe.logger import RunLogger
 from jaxtron.observe.profiler import StepProfiler
@@ -83,15 +85,23 @@ class Trainer:
     def _open_data(self) -> Datasets:
         config = self.config
         rows = config.train.global_batch_size
-        evaluates = config.eval.interval > 0 and config.eval.iters > 0
         return build_datasets(
             config.data,
             vocab_size=config.model.vocab_size,
             seed=config.train.seed,
             train_samples=config.train.steps * rows,
-            valid_samples=config.eval.iters * rows if evaluates else 0,
+            valid_samples=self._eval_samples(),
             test_samples=0,
         )
+
+    def _eval_samples(self) -> int | None:
+        """Rows of each validation set in an evaluation; None: all of it, once."""
+        evaluation = self.config.eval
+        if not evaluation.enabled:
+            return 0
+        if evaluation.full_validation:
+            return None
+        return evaluation.iters * self.config.train.global_batch_size
 
     def _start(self) -> tuple[State, int, int]:
         """State, steps done and samples consumed at the start of this launch."""
@@ -231,24 +241,42 @@ class Trainer:
         return None
 
     def _evaluate(self, state: State, step: int, logger: RunLogger) -> float | None:
-        """Mean loss over the first ``eval.iters`` global batches of the validation split.
+        """Evaluate every validation set; returns ``eval_loss``, None without a set.
 
-        Every evaluation sees the same rows, so that its curve has no sampling noise.
+        ``eval_loss`` is the mean over the tokens of the validation split or, in a run that has only
+        ``data.valid_sets``, over the tokens of all of them.
         """
-        dataset = self.datasets.valid
-        if dataset is None:
+        main, sets = self.datasets.valid, self.datasets.valid_sets
+        if main is None and not sets:
             return None
+        sums = {name: self._eval_sums(dataset, state) for name, dataset in sets.items()}
+        if main is not None:
+            total, tokens = self._eval_sums(main, state)
+        else:
+            total, tokens = map(sum, zip(*sums.values()))
+        metrics = {"eval_loss": total / tokens, "eval_tokens": tokens}
+        for name, (set_total, set_tokens) in sums.items():
+            metrics[f"eval_loss/{name}"] = set_total / set_tokens
+            metrics[f"eval_tokens/{name}"] = set_tokens
+        logger.log_eval(step, metrics)
+        return total / tokens
+
+    def _eval_sums(self, dataset: RowDataset, state: State) -> tuple[float, int]:
+        """Summed loss [nats] and tokens of the rows that each evaluation reads of a set.
+
+        They are the first ``eval.iters`` global batches, or all of them: every evaluation sees the
+        same rows, so that its curve has no sampling noise.
+        """
+        batches_read = None if self.config.eval.full_validation else self.config.eval.iters
+        source = self._batches(dataset, 0, evaluation=True)
         total, tokens = 0.0, 0
-        for index, batch in enumerate(self._batches(dataset, 0, evaluation=True)):
-            if index == self.config.eval.iters:
-                break
+        for batch in itertools.islice(source, batches_read):
             loss, count = self.program.eval_step(state["params"], self.program.place(batch))
             total += float(loss)
             tokens += int(count)
         if tokens == 0:
             raise DataError(f"{dataset.name}: evaluation found no token to predict")
-        logger.log_eval(step, {"eval_loss": total / tokens, "eval_tokens": tokens})
-        return total / tokens
+        return total, tokens
 
 
 class _StepClock:

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from jaxtron.config.fields import key, section
+from jaxtron.errors import ConfigError
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -44,7 +45,27 @@ class EvalConfig:
     """Evaluation on the validation split during training."""
 
     interval: int = key(0, "Steps between evaluations; 0: never.", ge=0)
-    iters: int = key(0, "Global batches per evaluation; 0: skip evaluation.", ge=0)
+    iters: int = key(
+        0, "Global batches per evaluation; 0: skip evaluation, unless full_validation.", ge=0
+    )
+    full_validation: bool = key(
+        False,
+        "Evaluate every token of the validation sets once, in place of `iters` batches; weights of "
+        "a blend then choose its sets (0: left out) and no shares.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse two answers to how much is evaluated."""
+        if self.full_validation and self.iters:
+            raise ConfigError(
+                f"eval.full_validation is true, so eval.iters ({self.iters}) has no effect: set "
+                "eval.iters to 0 to evaluate everything, or eval.full_validation to false"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run evaluates at all."""
+        return self.interval > 0 and (self.iters > 0 or self.full_validation)
 
 
 @section

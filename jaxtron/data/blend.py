@@ -146,6 +146,14 @@ def cached_blend_indices(
     return BlendIndices(**cached_arrays(cache_dir, description, build))
 
 
+def concatenated_indices(sizes: Sequence[int]) -> BlendIndices:
+    """The order of datasets with `sizes` rows one after another, every row once."""
+    return BlendIndices(
+        np.repeat(np.arange(len(sizes), dtype=np.int16), sizes),
+        np.concatenate([np.arange(size, dtype=np.int64) for size in sizes]),
+    )
+
+
 @dataclass(frozen=True)
 class BlendPlan:
     """A weighted blend before its components are built.

@@ -23,6 +23,11 @@ class DataConfig:
     )
     valid_paths: list[str | float] = key([], "As train_paths, for evaluation.")
     test_paths: list[str | float] = key([], "As train_paths, for the test set.")
+    valid_sets: dict[str, list[str | float]] = key(
+        {},
+        "More sets for evaluation, {name: paths or blend}, each used whole and reported as "
+        "eval_loss/name; eval_loss is the validation split's or, without one, that of all of them.",
+    )
     split: str | float = key(
         "969,30,1", "Shares of train, valid and test in each of `paths`, by number of documents."
     )

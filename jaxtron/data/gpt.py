@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtron.data.cache import cached_arrays, digest
-from jaxtron.data.gpt_indices import GPTIndices, build_gpt_indices
+from jaxtron.data.gpt_indices import GPTIndices, build_gpt_indices, build_whole_indices
 from jaxtron.data.indexed import IndexedDataset
 from jaxtron.data.masks import Row, RowFormat
 from jaxtron.data.split import Span
@@ -29,6 +29,8 @@ class GPTDataset:
         row_format: what is made of end-of-document and padding ids.
         split_name: train, valid or test, for messages.
         cache_dir: folder that keeps the computed order between runs, or None.
+        whole: every token of the split once, in the order of the file, whatever `num_samples` and
+            `seed` say; the last row is filled with id 0, which carries no loss.
 
     Raises:
         DataError: the split has no token, or the set does not hold integers.
@@ -46,6 +48,7 @@ class GPTDataset:
         row_format: RowFormat | None = None,
         split_name: str = "train",
         cache_dir: str | os.PathLike | None = None,
+        whole: bool = False,
     ) -> None:
         self.name = f"{indexed.prefix} ({split_name})"
         self.indexed = indexed
@@ -61,7 +64,10 @@ class GPTDataset:
             raise DataError(
                 f"{self.name}: sequences [{span.start}, {span.stop}) hold no token to train on"
             )
-        self.indices = _indices(lengths, span, num_samples, seq_length, seed, cache_dir)
+        if whole:
+            self.indices = build_whole_indices(lengths, *span, seq_length=seq_length)
+        else:
+            self.indices = _indices(lengths, span, num_samples, seq_length, seed, cache_dir)
 
     def __len__(self) -> int:
         """Rows there are: at least the number asked for, up to the end of the last epoch."""
@@ -76,10 +82,18 @@ class GPTDataset:
         text = self.text(index)
         if text.min() < 0 or text.max() >= self.vocab_size:
             raise self._bad_id(index)
-        return self.row_format.row(text)
+        missing = self.seq_length + 1 - text.size
+        if not missing:
+            return self.row_format.row(text)
+        row = self.row_format.row(np.pad(text, (0, missing)))
+        row["loss_mask"][-missing:] = 0.0
+        return row
 
     def text(self, index: int) -> NDArray:
-        """The S + 1 tokens of row `index` in the dtype of the set, `[seq + 1]`."""
+        """The tokens of row `index` in the dtype of the set, `[seq + 1]`.
+
+        The last row of a `whole` set may have fewer.
+        """
         pieces = [self.indexed.get(*piece) for piece in self._pieces(index)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 

@@ -100,15 +100,19 @@ def build_sample_index(lengths: NDArray, seq_length: int) -> NDArray:
         lengths: lengths of the documents in the order of the document index [tokens].
         seq_length: S; a sample has S + 1 tokens, an incomplete one at the end is dropped.
     """
+    num_samples = (int(lengths.sum(dtype=np.int64)) - 1) // seq_length
+    return _places(lengths, np.arange(1, num_samples + 1, dtype=np.int64) * seq_length)
+
+
+def _places(lengths: NDArray, tokens: NDArray[np.int64]) -> NDArray:
+    """(document, offset) of the start and of each of `tokens`, `[len(tokens) + 1, 2]`."""
     ends = np.cumsum(lengths, dtype=np.int64)
-    num_samples = (int(ends[-1]) - 1) // seq_length
-    first_tokens = np.arange(1, num_samples + 1, dtype=np.int64) * seq_length
     # A token lies in the first document that ends behind it; this passes over empty documents.
-    positions = np.searchsorted(ends, first_tokens, side="right")
+    positions = np.searchsorted(ends, tokens, side="right")
     dtype = sample_index_dtype(len(lengths), int(lengths.max()))
-    index = np.zeros((num_samples + 1, 2), dtype=dtype)  # row 0 is (0, 0) even if it is empty
+    index = np.zeros((len(tokens) + 1, 2), dtype=dtype)  # row 0 is (0, 0) even if it is empty
     index[1:, 0] = positions
-    index[1:, 1] = first_tokens - (ends[positions] - lengths[positions])
+    index[1:, 1] = tokens - (ends[positions] - lengths[positions])
     return index
 
 
@@ -153,3 +157,25 @@ def build_gpt_indices(
     sample_index = build_sample_index(sequence_lengths[document_index], seq_length)
     shuffle_index = build_shuffle_index(len(sample_index) - 1, before, rng)
     return GPTIndices(document_index, sample_index, shuffle_index)
+
+
+def build_whole_indices(
+    sequence_lengths: NDArray, start: int, stop: int, *, seq_length: int
+) -> GPTIndices:
+    """The three arrays for every token of sequences `[start, stop)` once, in the order of the file.
+
+    The last sample has fewer than S + 1 tokens where S does not divide the tokens to predict.
+
+    Args:
+        sequence_lengths: lengths of all sequences of the indexed dataset, `[sequences]` [tokens].
+        start: first sequence of the split.
+        stop: end of the split; `[start, stop)` must hold at least two tokens.
+        seq_length: S, tokens per row.
+    """
+    documents = np.arange(start, stop, dtype=document_index_dtype(stop))
+    lengths = sequence_lengths[start:stop]
+    last_token = int(lengths.sum(dtype=np.int64)) - 1
+    bounds = np.append(np.arange(seq_length, last_token, seq_length, dtype=np.int64), last_token)
+    sample_index = _places(lengths, bounds)
+    samples = np.arange(len(bounds), dtype=shuffle_index_dtype(len(bounds)))
+    return GPTIndices(documents, sample_index, samples)

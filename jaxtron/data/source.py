@@ -14,7 +14,8 @@ and write it as::
         return MyRows(...)      # or None when there is no such split
 
 It is called once for each split that the run needs; `split` is `train`, `valid` or `test`, and
-`num_samples` is how many rows the run reads of it. Every process calls it and must get the same
+`num_samples` is how many rows the run reads of it, or None for all that there are, once
+(`eval.full_validation`). Every process calls it and must get the same
 rows in the same order; jaxtron reads only those that belong to the process.
 """
 
@@ -115,7 +116,7 @@ def load_custom_source(
     source: str,
     split: str,
     *,
-    num_samples: int,
+    num_samples: int | None,
     seq_length: int,
     vocab_size: int,
     seed: int,

@@ -108,7 +108,7 @@ class LogLine:
 
 
 def evaluation_line(step: int, record: Mapping[str, Scalar]) -> str:
-    """Megatron-LM's validation line, with the tokens it rests on."""
+    """Megatron-LM's validation line, with the tokens it rests on and the loss of each named set."""
     loss = _number(record, "eval_loss")
     fields = [
         f"validation loss at iteration {step}",
@@ -117,6 +117,9 @@ def evaluation_line(step: int, record: Mapping[str, Scalar]) -> str:
     ]
     if "eval_tokens" in record:
         fields.append(f"evaluated tokens: {record['eval_tokens']}")
+    for key in record:
+        if key.startswith("eval_loss/"):
+            fields.append(f"{key.removeprefix('eval_loss/')}: {_number(record, key):.6E}")
     return f" [{_now()}] " + " | ".join(fields) + " |"
 
 

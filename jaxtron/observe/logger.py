@@ -114,8 +114,8 @@ class RunLogger:
 
         Args:
             step: training steps done.
-            metrics: ``eval_loss`` [nats per token], ``eval_tokens`` (that the loss is the mean of)
-                and any other scalars.
+            metrics: ``eval_loss`` [nats per token], ``eval_tokens`` (that the loss is the mean of),
+                ``eval_loss/name`` of each named validation set and any other scalars.
 
         Raises:
             ValueError: ``eval_loss`` is missing.

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from jaxtron.data.indexed import IndexedDatasetWriter
+from jaxtron.errors import ConfigError
 from tests.trainer.runs import (
     MESHES,
     SEQ,
@@ -14,6 +16,7 @@ from tests.trainer.runs import (
     saved_digests,
     steps,
     train,
+    write_corpus,
 )
 from tests.trainer.sources import ragged
 
@@ -27,7 +30,7 @@ LAYOUTS = [
 ]
 
 
-def ragged_config(folder, valid_rows, **sections):
+def ragged_config(folder, valid_rows, evaluation=None, **sections):
     return make_config(
         folder,
         data={
@@ -35,7 +38,7 @@ def ragged_config(folder, valid_rows, **sections):
             "source_options": {"valid_rows": valid_rows},
             "paths": [],
         },
-        eval={"interval": 2, "iters": 10},
+        eval={"interval": 2, **(evaluation or {"iters": 10})},
         **sections,
     )
 
@@ -47,11 +50,16 @@ class Recorder:
         self.metrics = metrics
 
 
-def evaluate(trainer, state):
+def recorded(trainer, state):
     recorder = Recorder()
     loss = trainer._evaluate(state, 0, recorder)
     assert recorder.metrics["eval_loss"] == loss
-    return loss, recorder.metrics["eval_tokens"]
+    return recorder.metrics
+
+
+def evaluate(trainer, state):
+    metrics = recorded(trainer, state)
+    return metrics["eval_loss"], metrics["eval_tokens"]
 
 
 def expected(trainer, state, valid_rows):
@@ -122,3 +130,85 @@ def test_no_evaluation_needs_no_validation_split(tmp_path, eval_section):
     )
     assert (result.step, result.eval_loss) == (2, None)
     assert evaluations(tmp_path) == []
+
+
+def mean_loss(trainer, state, text):
+    """Of the predictions of every token of ``text`` in rows of SEQ, from the logits, in NumPy."""
+    total = 0.0
+    for start in range(0, len(text) - 1, SEQ):
+        piece = text[start : start + SEQ + 1]
+        tokens = np.zeros((SEQ, SEQ), np.int32)
+        tokens[:, : len(piece) - 1] = piece[:-1]
+        last = np.arange(SEQ, dtype=np.int32)
+        logits = np.asarray(trainer.program.next_token_logits(state["params"], tokens, last))
+        logits = logits.astype(np.float64)[: len(piece) - 1]
+        logits -= logits.max(axis=1, keepdims=True)
+        labels = np.asarray(piece[1:])
+        chosen = logits[np.arange(len(labels)), labels]
+        total += float((np.log(np.exp(logits).sum(axis=1)) - chosen).sum())
+    return total / (len(text) - 1)
+
+
+def write_text(path, text):
+    with IndexedDatasetWriter(path, "uint16") as writer:
+        writer.add_document([np.asarray(text)])
+        writer.finalize()
+    return str(path)
+
+
+@pytest.mark.parametrize("mesh", ["1 device", "data 2 x fsdp 2 x tensor 2"])
+def test_full_validation_is_the_mean_over_every_token_of_each_set(tmp_path, mesh):
+    rng = np.random.default_rng(5)
+    short, long = rng.integers(0, 64, 40), rng.integers(0, 64, 9 * SEQ + 5)
+    write_corpus(tmp_path)
+    config = make_config(
+        tmp_path,
+        parallel=MESHES[mesh],
+        data={
+            "split": "1",
+            "valid_sets": {
+                "short": [write_text(tmp_path / "short", short)],
+                "long": [write_text(tmp_path / "long", long)],
+            },
+        },
+        eval={"interval": 2, "full_validation": True},
+    )
+    trainer = make_trainer(config)
+    state = trainer.program.init_state()
+    loss, tokens = evaluate(trainer, state)
+    metrics = recorded(trainer, state)
+    assert tokens == 39 + 9 * SEQ + 4
+    assert metrics["eval_tokens/short"] == 39
+    assert metrics["eval_tokens/long"] == 9 * SEQ + 4
+    means = {"short": mean_loss(trainer, state, short), "long": mean_loss(trainer, state, long)}
+    for name, mean in means.items():
+        assert math.isclose(metrics[f"eval_loss/{name}"], mean, rel_tol=1e-6)
+    both = (39 * means["short"] + (9 * SEQ + 4) * means["long"]) / tokens
+    assert math.isclose(loss, both, rel_tol=1e-6)
+
+
+def test_the_validation_split_stays_the_evaluation_loss_beside_named_sets(tmp_path):
+    """Adding a set changes no figure that the run had without it."""
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    train(alone, eval={"interval": 3, "iters": 1})
+    other = write_text(tmp_path / "other", np.arange(60) % 7)
+    train(beside, data={"valid_sets": {"other": [other]}}, eval={"interval": 3, "iters": 1})
+    for left, right in zip(evaluations(alone), evaluations(beside), strict=True):
+        assert left.items() <= right.items()
+        assert set(right) - set(left) == {"eval_loss/other", "eval_tokens/other"}
+        assert right["eval_loss/other"] != right["eval_loss"]
+    assert saved_digests(alone, 6) == saved_digests(beside, 6)
+
+
+def test_full_validation_of_an_own_source_reads_its_last_row(tmp_path):
+    trainer = make_trainer(ragged_config(tmp_path, 11, {"full_validation": True}))
+    state = trainer.program.init_state()
+    loss, tokens = evaluate(trainer, state)
+    mean, count = expected(trainer, state, 11)
+    assert tokens == count
+    assert math.isclose(loss, mean, rel_tol=1e-6)
+
+
+def test_iters_and_full_validation_exclude_each_other(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.iters \(2\) has no effect"):
+        make_config(tmp_path, eval={"interval": 1, "iters": 2, "full_validation": True})
