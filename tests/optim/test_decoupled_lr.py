@@ -1,3 +1,6 @@
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,3 +81,31 @@ def test_without_its_own_the_smallest_learning_rate_is_min_lr():
 def test_a_plan_that_contradicts_itself_is_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         check_schedule(OptimizerConfig(**{"lr": 1.0, **changes}), total_steps=10)
+
+
+def outside_factory(config, schedule, decay_mask):
+    def update(updates, state, params):
+        lr = schedule(state)
+        new = jax.tree.map(lambda g, decays: -lr * (g + decays), updates, decay_mask)
+        return new, state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.int32(0), update)
+
+
+def test_an_optimizer_from_another_package_gets_trees_of_its_group_alone(monkeypatch):
+    module = types.ModuleType("outside_package")
+    module.factory = outside_factory
+    monkeypatch.setitem(sys.modules, "outside_package", module)
+    config = OptimizerConfig(
+        name="outside_package:factory", lr=0.1, lr_decay_style="constant", decoupled_lr=0.02
+    )
+    optimizer = make_optimizer(config, total_steps=1, logical_axes=AXES)
+    params, grads = random_tree(0), random_tree(1)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    for part, leaf, lr, decays in (
+        ("embedding", "word", 0.02, 1),
+        ("embedding", "position", 0.1, 1),
+        ("layers", "up_bias", 0.1, 0),
+    ):
+        want = -lr * (grads[part][leaf] + decays)
+        np.testing.assert_allclose(updates[part][leaf], want, rtol=1e-6)
