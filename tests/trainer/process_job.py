@@ -15,7 +15,7 @@ from jaxtron.train import main as train_main
 from jaxtron.trainer import Trainer
 from tests.trainer.runs import raw_config
 
-RUNTIME: dict[str, Any] = {"cpu_devices": 4, "heartbeat_timeout_s": 10}
+RUNTIME: dict[str, Any] = {"cpu_devices": 4, "heartbeat_timeout_s": 20}
 # Two microbatches of four rows, of which each process holds two.
 SHARDED: dict[str, Any] = {"parallel": {"fsdp": 4, "tensor": 2}, "train": {"num_microbatches": 2}}
 REPLICATED: dict[str, Any] = {

@@ -4,6 +4,7 @@ import gc
 
 import jax
 
+from jaxtron.trainer import Trainer
 from tests.trainer.runs import evaluations, make_config, make_trainer
 
 
@@ -13,16 +14,13 @@ def live_bytes():
 
 
 def test_ten_steps_compile_once_donate_and_do_not_grow(tmp_path):
-    trainer = make_trainer(
-        make_config(
-            tmp_path,
-            # A plan of its own, so that the program is not one that another test has used.
-            optimizer={"lr_decay_steps": 10},
-            train={"steps": 10},
-            eval={"interval": 5, "iters": 1},
-            checkpoint={"interval": 7},
-        )
+    config = make_config(
+        tmp_path,
+        train={"steps": 10},
+        eval={"interval": 5, "iters": 1},
+        checkpoint={"interval": 7},
     )
+    trainer = Trainer(config, jax.devices()[:1])  # not a program that another test has used
     program = trainer.program
     step, states, live = program.train_step, [], []
 
