@@ -29,6 +29,9 @@ _ORDER_KEYS = (
     "data.train_paths",
     "data.split",
     "data.dataloader_type",
+    "data.fim_rate",
+    "data.fim_spm_rate",
+    "data.fim_tokens",
 )
 _LR_PLAN_KEYS = (
     "optimizer.lr",

@@ -88,6 +88,7 @@ def build_datasets(
             f"data.source is {config.source!r}; expected 'indexed', 'synthetic', or "
             "'module:function' of your own"
         )
+    _refuse(config, "fim_rate", "rearranges the rows of .bin/.idx pairs alone")
     for name in ("paths", "train_paths", "valid_paths", "test_paths", "valid_sets"):
         _refuse(config, name, "names .bin/.idx pairs, which only the source 'indexed' reads")
     datasets: dict[str, RowDataset | None] = {}

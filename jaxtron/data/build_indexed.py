@@ -14,6 +14,7 @@ from jaxtron.data.blend import (
     plan_weighted_blend,
 )
 from jaxtron.data.config import DataConfig
+from jaxtron.data.fim import fill_in_the_middle
 from jaxtron.data.gpt import GPTDataset
 from jaxtron.data.indexed import IndexedDataset
 from jaxtron.data.masks import RowFormat
@@ -69,6 +70,7 @@ class IndexedBuilder:
         self._vocab_size = vocab_size
         self._seed = seed
         self._row_format = row_format
+        self._fim = fill_in_the_middle(config, eod=row_format.eod, vocab_size=vocab_size, seed=seed)
         self._opened: dict[str, IndexedDataset] = {}
         self._weights = parse_split(config.split)
         self._own_paths = {name: getattr(config, f"{name}_paths") for name in SPLIT_NAMES}
@@ -201,6 +203,8 @@ class IndexedBuilder:
             split_name=request.split,
             cache_dir=self._config.cache_dir,
             whole=request.num_samples is None,
+            # Evaluation reads documents as they are, so that its loss does not depend on the rate.
+            transform=self._fim if request.split == "train" else None,
         )
 
     def _open(self, request: _Request, prefix: str) -> tuple[IndexedDataset, Span]:

@@ -39,6 +39,18 @@ class DataConfig:
     reset_position_ids: bool = key(False, "Count positions from the start of each document.")
     reset_attention_mask: bool = key(False, "Attend only within a document.")
     eod_mask_loss: bool = key(False, "No loss on the prediction that follows an end of document.")
+    fim_rate: float = key(
+        0.0,
+        "Fill-in-the-middle: probability that a document of a training row is rearranged.",
+        ge=0,
+        le=1,
+    )
+    fim_spm_rate: float = key(
+        0.5, "Share of the suffix-first form among them; the others: prefix first.", ge=0, le=1
+    )
+    fim_tokens: dict[str, str | int] = key(
+        {}, "{prefix:, suffix:, middle:}, each an id or the text of one token of the tokenizer."
+    )
     dataloader_type: Literal["single", "cyclic"] = key(
         "single",
         "single: the dataset's own order, once; cyclic: every epoch in another random order.",

@@ -1,6 +1,7 @@
 """Rows of S tokens drawn from an indexed dataset, in Megatron's order."""
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ class GPTDataset:
         cache_dir: folder that keeps the computed order between runs, or None.
         whole: every token of the split once, in the order of the file, whatever `num_samples` and
             `seed` say; the last row is filled with id 0, which carries no loss.
+        transform: makes other tokens `[seq + 1]` of those of a row and its number, or None.
 
     Raises:
         DataError: the split has no token, or the set does not hold integers.
@@ -49,12 +51,14 @@ class GPTDataset:
         split_name: str = "train",
         cache_dir: str | os.PathLike | None = None,
         whole: bool = False,
+        transform: Callable[[NDArray, int], NDArray] | None = None,
     ) -> None:
         self.name = f"{indexed.prefix} ({split_name})"
         self.indexed = indexed
         self.seq_length = seq_length
         self.vocab_size = vocab_size
         self.row_format = row_format or RowFormat()
+        self.transform = transform
         if indexed.dtype.kind not in "iu":
             raise DataError(
                 f"{self.name}: holds {indexed.dtype.name} values; token ids are integers"
@@ -82,6 +86,8 @@ class GPTDataset:
         text = self.text(index)
         if text.min() < 0 or text.max() >= self.vocab_size:
             raise self._bad_id(index)
+        if self.transform is not None:
+            text = self.transform(text, index)
         missing = self.seq_length + 1 - text.size
         if not missing:
             return self.row_format.row(text)

@@ -79,6 +79,14 @@ def test_an_evaluation_has_its_own_line(tmp_path, capsys):
     assert "lm loss PPL: 7.389056E+00" in printed
 
 
+def test_an_evaluation_of_named_sets_shows_the_loss_of_each(tmp_path, capsys):
+    record = {"eval_loss": 2.0, "eval_tokens": 640, "eval_loss/code": 1.5, "eval_tokens/code": 64}
+    with logger(tmp_path) as log:
+        log.log_eval(1, record)
+    assert lines(tmp_path) == [{"step": 1, **record}]
+    assert "| evaluated tokens: 640 | code: 1.500000E+00 |" in capsys.readouterr().out
+
+
 def test_the_log_line_has_megatrons_fields_over_the_interval(tmp_path, capsys):
     with logger(tmp_path, log_interval=2) as log:
         log.log_step(metrics(1, loss=3.0, step_time_s=0.25))
