@@ -152,6 +152,14 @@ def load_custom_source(
             f"{source}: returned {type(rows).__name__}, expected a dataset with a length and "
             "random access, as jaxtron.data.source.RowDataset describes"
         )
+    try:
+        len(rows)
+    except TypeError as error:
+        asked = "; eval.full_validation asks for all rows: num_samples=None"
+        raise DataError(
+            f"{source}: the {split} dataset has no length: {error}"
+            f"{asked if num_samples is None else ''}"
+        ) from error
     return CheckedRows(
         rows,
         name=f"{source} ({split})",

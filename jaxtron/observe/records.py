@@ -1,7 +1,8 @@
 """metrics.jsonl: one JSON object a line, one line a step, also after crashes and resumes.
 
-A training line carries ``step`` and the step's scalars, an evaluation line ``step``, ``eval_loss``
-and what else the evaluation measured. Numbers that JSON has no form for are written as null, and
+A training line carries ``step`` and the step's scalars, an evaluation line ``step``, ``eval_loss``,
+``eval_tokens`` and, for each set of ``data.valid_sets``, ``eval_loss/name`` and
+``eval_tokens/name``. Numbers that JSON has no form for are written as null, and
 the key ``nonfinite`` of that line says what they were: ``{"loss": null, "nonfinite": {"loss":
 "nan"}}``. A null without an entry there means that the figure does not exist (``mfu`` on a CPU).
 

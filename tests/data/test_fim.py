@@ -69,6 +69,15 @@ def test_rate_zero_and_rows_without_a_document_change_nothing():
     assert transform()(np.array([EOD, EOD]), 5).tolist() == [EOD, EOD]
 
 
+def test_seed_and_row_number_each_change_the_draws():
+    text = np.arange(60)
+    first, seed, row, high = (
+        transform(seed=s)(text, k).tolist() for s, k in ((1, 0), (2, 0), (1, 1), (1, 2**32))
+    )
+    assert first == transform(seed=1)(text, 0).tolist()
+    assert all(other != first for other in (seed, row, high))
+
+
 def test_rates_and_cuts_are_those_asked_for():
     """Shares of the rows of one document of 4 tokens, within four standard deviations."""
     text, count = np.array([0, 1, 2, 3, EOD, EOD, EOD]), 1500

@@ -1,5 +1,8 @@
 """Named validation sets, and validation data read whole."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 
@@ -108,6 +111,24 @@ def test_named_sets_are_not_opened_without_evaluation(tmp_path):
 def test_named_sets_that_cannot_work_are_refused_by_name(tmp_path, keys, message):
     with pytest.raises(ConfigError, match=message):
         build(3, paths=[corpus(tmp_path / "a", [100])], split="1", **keys)
+
+
+def test_a_source_that_cannot_tell_all_its_rows_is_named(monkeypatch):
+    class Rows:
+        def __init__(self, count):
+            self.count = count
+
+        def __len__(self):
+            return self.count
+
+        def __getitem__(self, index):
+            raise IndexError
+
+    module = types.ModuleType("someone_elses_data")
+    module.make_rows = lambda split, *, num_samples, **_: Rows(num_samples)
+    monkeypatch.setitem(sys.modules, "someone_elses_data", module)
+    with pytest.raises(DataError, match=r"valid dataset has no length.*num_samples=None"):
+        build(None, source="someone_elses_data:make_rows")
 
 
 def test_sources_without_files_refuse_what_needs_them():
