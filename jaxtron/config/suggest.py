@@ -7,6 +7,8 @@ from jaxtron.config.schema import keys, sections
 _FROM_MEGATRON = {
     "tensor_model_parallel_size": "parallel.tensor",
     "pipeline_model_parallel_size": "parallel.pipeline",
+    "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline",
+    "pipeline_model_parallel_layout": "parallel.pipeline_layout",
     "context_parallel_size": "parallel.context",
     "expert_model_parallel_size": "parallel.expert",
     "data_parallel_size": "parallel.fsdp",

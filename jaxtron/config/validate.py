@@ -16,6 +16,8 @@ from jaxtron.mesh.axes import resolve_axes
 from jaxtron.mesh.rules import check_layers, make_rules
 from jaxtron.optim.optimizer import find_factory
 from jaxtron.optim.schedule import check_schedule
+from jaxtron.parallel.pipeline.layout import place_layers
+from jaxtron.parallel.pipeline.registry import find_schedule
 
 Axes = Mapping[str, int]
 
@@ -205,6 +207,41 @@ def _batch_divides(config: Config, axes: Axes) -> Iterator[str]:
         yield str(error)
 
 
+def _layers_fit_stages(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, stages = config.parallel, axes["pipeline"]
+    chunks = parallel.virtual_pipeline
+    if chunks < 1:
+        yield f"parallel.virtual_pipeline is {chunks}: a stage has 1 chunk of layers or more"
+    elif stages == 1 and chunks > 1:
+        yield (
+            f"parallel.virtual_pipeline is {chunks} but parallel.pipeline is 1, so there are no "
+            "stages to interleave: set parallel.virtual_pipeline to 1, or parallel.pipeline to 2 "
+            "or more"
+        )
+    else:
+        try:
+            place_layers(config.model.num_layers, stages, chunks, parallel.pipeline_layout)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _schedule_runs_microbatches(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, stages = config.parallel, axes["pipeline"]
+    chunks = parallel.virtual_pipeline
+    if chunks < 1 or (stages == 1 and chunks > 1):
+        return  # reported with the layers
+    try:
+        microbatches = batch_layout(config, axes).num_microbatches
+    except ConfigError:
+        return  # reported with the batch
+    try:
+        # One stage alone runs any number of microbatches one after the other.
+        schedule = find_schedule(parallel.pipeline_schedule)
+        schedule(stages, chunks, microbatches if stages > 1 else 1)
+    except ConfigError as error:
+        yield str(error)
+
+
 # What only training needs.
 
 
@@ -272,6 +309,8 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _sequence_parallel_has_tensor,
     _sequence_splits,
     _batch_divides,
+    _layers_fit_stages,
+    _schedule_runs_microbatches,
 )
 """Checks of the model, the sequence and the batch against the sizes of the mesh axes."""
 

@@ -12,7 +12,7 @@ from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxtron.mesh.inspect import Inspection
+    from jaxtron.mesh.timeline import Timeline
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,19 +39,35 @@ def main(argv: list[str] | None = None) -> int:
         "--interactive", action="store_true", help="ask what to show (default on a terminal)"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows it all")
+    parser.add_argument(
+        "--schedule",
+        action="store_true",
+        help="print the pipeline's timeline instead: ticks, bubble, what each stage holds",
+    )
+    parser.add_argument(
+        "--svg", type=Path, metavar="FILE", help="draw the pipeline's timeline to a file"
+    )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     arguments = parse_with_overrides(parser, argv)
     # Nothing is computed; a GPU must not be taken for it.
     jax.config.update("jax_platforms", "cpu")
+    from jaxtron.config.validate import validate
     from jaxtron.mesh.inspect import default_devices, inspect_layout
+    from jaxtron.mesh.timeline import make_timeline
 
     config = load_config(arguments.config, arguments.overrides)
     devices = default_devices(config) if arguments.devices is None else arguments.devices
     if devices < 1:
         raise ConfigError(f"--devices is {devices}: a mesh has at least 1 device")
+    if arguments.schedule or arguments.svg is not None:
+        _show_timeline(make_timeline(config, validate(config, devices)), arguments)
+        if not (arguments.print or arguments.interactive or arguments.html):
+            return 0
     inspection = inspect_layout(config, devices)
     if arguments.html is not None:
-        _write_page(inspection, arguments.html)
+        from jaxtron.mesh.page import page
+
+        _write("--html", arguments.html, page(inspection))
     ask = arguments.interactive or (
         not arguments.print and arguments.html is None and sys.stdin.isatty()
     )
@@ -66,13 +82,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _write_page(inspection: "Inspection", path: Path) -> None:
-    from jaxtron.mesh.page import page
+def _show_timeline(timeline: "Timeline", arguments: argparse.Namespace) -> None:
+    from jaxtron.mesh.timeline import render_timeline
+    from jaxtron.mesh.timeline_svg import timeline_svg
 
+    if arguments.schedule:
+        print(render_timeline(timeline))
+    if arguments.svg is not None:
+        _write("--svg", arguments.svg, timeline_svg(timeline))
+
+
+def _write(option: str, path: Path, text: str) -> None:
     try:
-        path.write_text(page(inspection), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--html: cannot write {path}: {error.strerror}") from None
+        raise ConfigError(f"{option}: cannot write {path}: {error.strerror}") from None
     print(f"wrote {path}")
 
 

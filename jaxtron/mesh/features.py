@@ -90,8 +90,11 @@ def _parts(axis: str, size: int, what: str) -> str:
 
 
 def _pipeline(inspection: Inspection) -> str:
-    stages, layers = inspection.sizes["pipeline"], inspection.config.model.num_layers
+    parallel, stages = inspection.config.parallel, inspection.sizes["pipeline"]
     if stages == 1:
         return "off"
-    each = -(-layers // stages)
-    return f"{stages} stages of {'up to ' if layers % stages else ''}{each} layers"
+    counts = [sum(chunks) for chunks in inspection.placement.counts]
+    each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+    chunks = parallel.virtual_pipeline
+    cut = f" in {chunks} chunks" if chunks > 1 else ""
+    return f"{stages} stages of {each} layers{cut}, schedule {parallel.pipeline_schedule}"

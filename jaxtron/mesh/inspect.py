@@ -24,6 +24,7 @@ from jaxtron.models.decoder import Decoder
 from jaxtron.optim.optimizer import make_optimizer
 from jaxtron.parallel.config import DataSharding
 from jaxtron.parallel.param_layout import ParamLayout, is_layout, param_layouts
+from jaxtron.parallel.pipeline.layout import Placement, place_layers
 from jaxtron.program import DTYPES
 
 
@@ -32,12 +33,14 @@ class ParamReport:
     """One parameter on the mesh.
 
     Attributes:
-        layout: its placement. Layers that pipeline stages do not divide evenly are padded in
-            ``layout.shape`` to the same number on every stage.
+        layout: its placement. Layers are padded in ``layout.shape`` to the same number on every
+            pipeline stage.
         shape: its global shape.
         stored: shape of a device's piece as stored.
         copy: shape of the copy that a device's layers read.
         bytes: of a device's stored piece (fp32).
+        layers: which layers each pipeline stage holds; None for a parameter that is no stack of
+            layers, or one that is not split over stages.
     """
 
     layout: ParamLayout
@@ -45,6 +48,7 @@ class ParamReport:
     stored: tuple[int, ...]
     copy: tuple[int, ...]
     bytes: int
+    layers: Placement | None
 
     @property
     def name(self) -> str:
@@ -77,14 +81,22 @@ class ParamReport:
             )
         return f"P({', '.join(entries)})"
 
-    def held_by(self, sizes: Mapping[str, int], point: Mapping[str, int]) -> tuple[range, ...]:
-        """Indices per dimension that a device holds of the stored parameter."""
+    def held_by(
+        self, sizes: Mapping[str, int], point: Mapping[str, int]
+    ) -> tuple[tuple[range, ...], ...]:
+        """Indices per dimension that a device holds of the stored parameter, as ranges.
+
+        There are several ranges only where a stage has several chunks of layers, and none where it
+        has no layer.
+        """
         spans = []
-        for axes, padded, dim in zip(
-            self.stored_axes(), self.layout.shape, self.shape, strict=True
+        for name, axes, dim in zip(
+            self.layout.logical, self.stored_axes(), self.shape, strict=True
         ):
-            held = grid.span(sizes, axes, point, padded)
-            spans.append(range(min(held.start, dim), min(held.stop, dim)))
+            if name == "layers" and self.layers is not None:
+                spans.append(self.layers.held_by(point["pipeline"]))
+            else:
+                spans.append((grid.span(sizes, axes, point, dim),))
         return tuple(spans)
 
 
@@ -99,6 +111,7 @@ class Inspection:
         params: every parameter, in the order of the model.
         state: bytes on the fullest device, at each level of data sharding.
         batch: the cut of the global batch.
+        placement: layers of every pipeline stage.
         refusal: why this version would not train it; None: it would.
     """
 
@@ -108,6 +121,7 @@ class Inspection:
     params: tuple[ParamReport, ...]
     state: tuple[StateBytes, ...]
     batch: BatchLayout
+    placement: Placement
     refusal: str | None
 
     @property
@@ -148,7 +162,15 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
         refusal = str(error)
     model = Decoder(config.model)
     rules = make_rules({**_pipeline_rules(sizes), **config.parallel.rules}, sizes)
-    shapes = _placed_shapes(model, rules)
+    parallel = config.parallel
+    placement = place_layers(
+        config.model.num_layers,
+        sizes["pipeline"],
+        parallel.virtual_pipeline,
+        parallel.pipeline_layout,
+    )
+    placed = placement if rules.axes("layers") == ("pipeline",) else None
+    shapes = _placed_shapes(model, placed)
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.train.steps, logical_axes=model.logical
     )
@@ -164,7 +186,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
         sizes=sizes,
         rules=rules,
         params=tuple(
-            _param_report(layout, shape.shape, sizes)
+            _param_report(layout, shape.shape, sizes, placed)
             for layout, shape in zip(current, jax.tree.leaves(model.shapes), strict=True)
         ),
         state=tuple(
@@ -172,6 +194,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
             for level in get_args(DataSharding)
         ),
         batch=batch_layout(config, sizes),
+        placement=placement,
         refusal=refusal,
     )
 
@@ -183,21 +206,23 @@ def _pipeline_rules(sizes: Mapping[str, int]) -> dict[str, str | list[str]]:
     return {"layers": "pipeline", "vocab": ["pipeline", "tensor"]}
 
 
-def _placed_shapes(model: Decoder, rules: LogicalRules) -> Any:
+def _placed_shapes(model: Decoder, placement: Placement | None) -> Any:
     """Shapes with the layers padded to the same number of slots on every stage."""
-    stages = rules.size("layers")
 
     def place(path: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if path[0].key != "layers":
+        if path[0].key != "layers" or placement is None:
             return shape
-        slots = -(-shape.shape[0] // stages) * stages
+        slots = len(placement.layers) * placement.slots
         return jax.ShapeDtypeStruct((slots, *shape.shape[1:]), shape.dtype)
 
     return jax.tree_util.tree_map_with_path(place, model.shapes)
 
 
 def _param_report(
-    layout: ParamLayout, shape: tuple[int, ...], sizes: Mapping[str, int]
+    layout: ParamLayout,
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+    placement: Placement | None,
 ) -> ParamReport:
     stored = stored_shape(layout, sizes)
     return ParamReport(
@@ -206,4 +231,5 @@ def _param_report(
         stored=stored,
         copy=copy_shape(layout, sizes),
         bytes=FP32_BYTES * math.prod(stored),
+        layers=placement if "layers" in layout.logical else None,
     )

@@ -9,7 +9,7 @@ from jaxtron.mesh import grid
 from jaxtron.mesh.axes import AXES
 from jaxtron.mesh.features import features
 from jaxtron.mesh.inspect import Inspection, ParamReport
-from jaxtron.mesh.text import bytes_text, shape_text
+from jaxtron.mesh.text import bytes_text, ranges_text, shape_text
 
 _MOST_DEVICES = 2048  # squares of the grid that a browser draws without effort
 
@@ -66,7 +66,12 @@ def _param(param: ParamReport) -> dict[str, Any]:
         "name": param.name,
         "logical": [name or "-" for name in param.layout.logical],
         "shape": param.shape,
-        "padded": param.layout.shape,
+        "stages": None
+        if param.layers is None
+        else [
+            ":" if sum(map(len, held)) == param.shape[0] else ranges_text(held)
+            for held in map(param.layers.held_by, range(len(param.layers.layers)))
+        ],
         "axes": param.stored_axes(),
         "spec": param.spec_text(),
         "shard": shape_text(param.stored),

@@ -186,12 +186,12 @@ def device_text(inspection: Inspection, device: int) -> str:
     for param in inspection.params:
         spans = param.held_by(sizes, point)
         held = ", ".join(
-            ":" if len(span) == dim else range_text(span)
-            for span, dim in zip(spans, param.shape, strict=True)
+            ":" if sum(map(len, ranges)) == dim else ranges_text(ranges)
+            for ranges, dim in zip(spans, param.shape, strict=True)
         )
         count = 4
-        for span in spans:
-            count *= len(span)
+        for ranges in spans:
+            count *= sum(map(len, ranges))
         table_rows.append([param.name, f"[{held}]", f"{count:,}"])
     return "\n".join([*lines, table(table_rows, right=(2,))])
 
@@ -239,6 +239,11 @@ def numbers(group: range) -> str:
 def range_text(span: range) -> str:
     """``0:4`` as in a slice; ``none`` when empty."""
     return f"{span.start}:{span.stop}" if span else "none"
+
+
+def ranges_text(ranges: Sequence[range]) -> str:
+    """``0:2+4:6``; ``none`` without any."""
+    return "+".join(map(range_text, ranges)) or "none"
 
 
 def bytes_text(count: float) -> str:

@@ -26,6 +26,13 @@ class ParallelConfig:
     reshard_after_forward: bool = key(
         True, "With optim_grads_params: free gathered weights after the forward, gather again."
     )
+    virtual_pipeline: int = key(1, "Chunks of layers (virtual stages) on each pipeline stage.")
+    pipeline_schedule: str = key(
+        "1f1b", "gpipe, 1f1b, interleaved (virtual_pipeline 2 or more), or module:function."
+    )
+    pipeline_layout: str | None = key(
+        None, "Layers of each virtual stage in Megatron's form, Et*3|(tt|)*29tt|L; null: even."
+    )
     rules: dict[str, str | list[str] | None] = key(
         {}, "Overrides of the logical-axis table: logical name -> mesh axis, list of axes, or null."
     )

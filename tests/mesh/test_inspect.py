@@ -38,7 +38,7 @@ def test_shards_are_those_that_jax_makes(parallel):
         assert sharding.shard_shape(param.shape) == param.stored
         for device, index in sharding.devices_indices_map(param.shape).items():
             point = grid.coordinates(inspection.sizes, device.id)
-            held = tuple(range(*i.indices(dim)) for i, dim in zip(index, param.shape))
+            held = tuple((range(*i.indices(dim)),) for i, dim in zip(index, param.shape))
             assert param.held_by(inspection.sizes, point) == held, param.name
 
 
@@ -91,14 +91,16 @@ def test_without_a_number_of_devices_an_open_axis_counts_as_one():
     assert default_devices(tiny(tensor=2, data=3)) == 6
 
 
-def test_layers_that_stages_do_not_divide_leave_the_last_stage_fewer():
+def test_layers_of_uneven_stages_are_those_of_the_layout():
     inspection = inspect_layout(load_config("configs/llama31_405b.yaml"), 256)
     norm = next(p for p in inspection.params if p.name == "layers/mlp_norm/weight")
     counts = []
     for stage in range(8):
         point = grid.coordinates(inspection.sizes, 32 * stage)
-        counts.append(len(norm.held_by(inspection.sizes, point)[0]))
-    assert counts == [16] * 7 + [14]
+        [held] = norm.held_by(inspection.sizes, point)[0]
+        counts.append(len(held))
+    assert counts == [15, *[16] * 6, 15]
+    assert norm.layout.shape[0] == 8 * 16  # room for the fullest on every stage
     assert norm.shape == (126, 16384) and norm.size == 126 * 16384
 
 
@@ -119,7 +121,7 @@ def test_features_show_what_is_really_on():
     assert "in 4 parts over fsdp, in 2 replicas (HSDP)" in feature(hybrid, "data sharding")
     assert feature(hybrid, "batch") == "8 sequences = 1 microbatches × 8 data shards × 1"
     staged = inspect_layout(tiny(pipeline=2), 2)
-    assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers"
+    assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers, schedule 1f1b"
     assert "parallel.pipeline is 2" in feature(staged, "training")
 
 
