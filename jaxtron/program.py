@@ -26,6 +26,7 @@ from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
 from jaxtron.layers.dropout import AttentionDropout
 from jaxtron.layers.inputs import Randomness
+from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
@@ -227,8 +228,12 @@ class Program:
             self.region,
             attend,
             randomness=randomness,
-            recompute=config.train.recompute,
-            drop_gathered=self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
+            remat=Remat(
+                config.train.recompute,
+                config.train.recompute_method,
+                config.train.recompute_num_layers,
+                self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
+            ),
         )
 
     def _objective(

@@ -127,7 +127,7 @@ def _set(raw: Raw, path: tuple[str, ...], value: Any) -> None:
     for depth, parent in enumerate(parents, start=1):
         if not isinstance(place.get(parent), dict):
             info = keys().get(".".join(path[:depth]))
-            place[parent] = dict(info.default) if info and info.default else {}
+            place[parent] = dict(info.default) if info and isinstance(info.default, dict) else {}
         place = place[parent]
     place[name] = value
 

@@ -1,11 +1,16 @@
 """Configuration of a run: how long, how large a batch, how often to evaluate."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxtron.config.fields import key, section
 from jaxtron.errors import ConfigError
+from jaxtron.layers.activation_names import ACTIVATION_NAMES
+from jaxtron.nearest import nearest
 
-Recompute = Literal["none", "selective", "full"]
+RecomputeAction = Literal["save", "recompute", "offload"]
+Recompute = Literal["none", "selective", "full"] | dict[str, str]
+"""A policy, or ``{name: RecomputeAction}`` for some of ``ACTIVATION_NAMES``."""
+RecomputeMethod = Literal["uniform", "block"]
 
 
 @section
@@ -27,8 +32,22 @@ class TrainConfig:
     )
     recompute: Recompute = key(
         "none",
-        "Activations computed again in the backward pass: none, selective (attention's core), or "
-        "full (each layer keeps its input only).",
+        "Activations computed again in the backward pass: none; selective (attention's core); full "
+        "(each layer keeps its input only); or a mapping {name: save | recompute | offload}, where "
+        "offload keeps the activation in pinned host memory. With a mapping, names it does not "
+        "list are saved and values without a name (inside of norms, activation functions and "
+        "attention, dropout masks) are computed again from the nearest saved ones. Names: "
+        + ", ".join(ACTIVATION_NAMES)
+        + ".",
+    )
+    recompute_method: RecomputeMethod | None = key(
+        None,
+        "Form of recompute: full. uniform: groups of recompute_num_layers layers are recomputed "
+        "together and keep the group's input only; block: the first recompute_num_layers layers "
+        "keep their input only, the others everything; null: every layer by itself.",
+    )
+    recompute_num_layers: int | None = key(
+        None, "Layers of a group (uniform) or layers recomputed (block).", ge=1
     )
     exit_duration_min: float | None = key(
         None, "Checkpoint and stop cleanly after this long [minutes].", gt=0
@@ -38,6 +57,23 @@ class TrainConfig:
         "Checkpoint and stop after a step divisible by this (the LR plan keeps `steps`).",
         ge=1,
     )
+
+    def __post_init__(self) -> None:
+        """Refuse names of activations and actions that do not exist."""
+        if not isinstance(self.recompute, dict):
+            return
+        actions = get_args(RecomputeAction)
+        problems = [
+            f"train.recompute.{name}: no such activation; {nearest(name, ACTIVATION_NAMES)}"
+            for name in self.recompute
+            if name not in ACTIVATION_NAMES
+        ] + [
+            f"train.recompute.{name} is {action!r}: expected one of {', '.join(actions)}"
+            for name, action in self.recompute.items()
+            if action not in actions
+        ]
+        if problems:
+            raise ConfigError("\n".join(problems))
 
 
 @section

@@ -128,6 +128,35 @@ def _eod_is_a_token(config: Config) -> Iterator[str]:
         )
 
 
+def _recompute_method_fits(config: Config) -> Iterator[str]:
+    train, layers = config.train, config.model.num_layers
+    method, count = train.recompute_method, train.recompute_num_layers
+    if method is None and count is None:
+        return
+    if method is None:
+        yield (
+            f"train.recompute_num_layers is {count} but train.recompute_method is null: set "
+            "train.recompute_method to uniform or block, or train.recompute_num_layers to null"
+        )
+    if count is None:
+        yield (
+            f"train.recompute_method is {method} but train.recompute_num_layers is null: set "
+            f"train.recompute_num_layers to a number from 1 to {layers}, or "
+            "train.recompute_method to null"
+        )
+    elif count > layers:
+        yield (
+            f"train.recompute_num_layers {count} is more than model.num_layers {layers}: set it to "
+            f"{layers} or less"
+        )
+    if train.recompute != "full":
+        yield (
+            f"train.recompute_method and train.recompute_num_layers are forms of train.recompute: "
+            f"full, but train.recompute is {train.recompute}: set train.recompute to full, or both "
+            "to null"
+        )
+
+
 # The model on the mesh.
 
 
@@ -183,6 +212,16 @@ def _sequence_parallel_has_tensor(config: Config, axes: Axes) -> Iterator[str]:
         yield (
             "parallel.sequence_parallel is true but parallel.tensor is 1, so there is nothing to "
             "split the sequence over: set parallel.sequence_parallel to null (on when tensor > 1)"
+        )
+
+
+def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:
+    recompute = config.train.recompute
+    off = axes["tensor"] == 1 or config.parallel.sequence_parallel is False
+    if isinstance(recompute, dict) and "gathered_sequence" in recompute and off:
+        yield (
+            "train.recompute lists gathered_sequence, which exists with sequence parallelism only: "
+            "remove it, or set parallel.tensor above 1 with parallel.sequence_parallel null or true"
         )
 
 
@@ -298,6 +337,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _rope_scaling_fits,
     _sequence_fits_positions,
     _eod_is_a_token,
+    _recompute_method_fits,
 )
 """Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""
 
@@ -308,6 +348,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _vocabulary_splits,
     _sequence_parallel_has_tensor,
     _sequence_splits,
+    _recompute_names_exist,
     _batch_divides,
     _layers_fit_stages,
     _schedule_runs_microbatches,

@@ -4,6 +4,7 @@ import logging
 from functools import cache
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention_cudnn import CudnnAttention
@@ -120,7 +121,7 @@ def dot_product_attention(
     reason = backend.supports(spec, platform="gpu")  # its platform was settled when it was chosen
     if reason is not None:
         raise ConfigError(f"attention backend {backend.name} was given what it refuses: {reason}")
-    return backend(
+    out = backend(
         q,
         k,
         v,
@@ -131,3 +132,4 @@ def dot_product_attention(
         key_segment_ids=segment_ids if key_segment_ids is None else key_segment_ids,
         dropout=dropout,
     )
+    return out if backend.fused else checkpoint_name(out, "core_attn")

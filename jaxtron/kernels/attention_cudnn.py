@@ -20,6 +20,7 @@ class CudnnAttention:
     """See the module."""
 
     name = "cudnn"
+    fused = True
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """bf16 and fp16 on an NVIDIA GPU, without dropout."""

@@ -61,9 +61,16 @@ class AttentionSpec:
 
 
 class AttentionBackend(Protocol):
-    """A kernel for :func:`jaxtron.kernels.attention.dot_product_attention`."""
+    """A kernel for :func:`jaxtron.kernels.attention.dot_product_attention`.
+
+    Attributes:
+        name: as ``model.attention_backend`` spells it.
+        fused: whether the forward pass is one of ``FUSED_ATTENTION`` (``layers/remat.py``), whose
+            results stand for ``core_attn``; otherwise the output gets that name.
+    """
 
     name: str
+    fused: bool
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """None if the kernel computes ``spec`` exactly on ``platform``, else the reason why not."""

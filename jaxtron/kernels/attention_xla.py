@@ -19,6 +19,7 @@ class XlaAttention:
     """See the module."""
 
     name = "xla"
+    fused = False
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """Everything that :class:`AttentionSpec` can express."""

@@ -66,12 +66,14 @@ class Attention(nnx.Module):
             q = q + self.query_bias[...].astype(x.dtype)
             k, v = k + bias[0], v + bias[1]
         if self.config.qk_layernorm:
+            # the norms' backward passes read what they were given
+            q, k = (checkpoint_name(t, "qkv") for t in (q, k))
             q, k = self.query_norm(q), self.key_norm(k)
         if inputs.rotary is not None:
             q, k = apply_rotary(q, *inputs.rotary), apply_rotary(k, *inputs.rotary)
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
-        core = checkpoint_name(inputs.attend(q, k, v, drop), "core_attn")
+        core = inputs.attend(q, k, v, drop)
         y = jnp.einsum("bsnd,ndh->bsh", core, self.output[...])
         y = region.reduce_sequence(y, partial=split)
         if self.config.add_bias_linear:

@@ -48,6 +48,7 @@ class MLP(nnx.Module):
         u = checkpoint_name(u, "mlp_up")
         act = ACTIVATIONS[self.config.activation]
         u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
+        u = checkpoint_name(u, "mlp_act")
         y = jnp.einsum("bsf,fh->bsh", u, self.down[...])
         y = inputs.region.reduce_sequence(y, partial=u.shape[-1] < self.config.ffn_hidden_size)
         if self.config.add_bias_linear:

@@ -4,6 +4,7 @@ import math
 
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.attention import Attention
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
@@ -27,7 +28,8 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
         """Advance the residual stream ``x [b, s/tensor, h]`` by layer number ``layer``."""
-        y = self.attention(self.attention_norm(x), inputs, layer)
+        y = checkpoint_name(self.attention_norm(x), "attention_norm")
+        y = checkpoint_name(self.attention(y, inputs, layer), "attn_proj")
         x = x + inputs.hidden_dropout(y, layer, "attention")
-        y = self.mlp(self.mlp_norm(x), inputs)
+        y = self.mlp(checkpoint_name(self.mlp_norm(x), "mlp_norm"), inputs)
         return x + inputs.hidden_dropout(y, layer, "mlp")

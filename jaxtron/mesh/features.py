@@ -1,5 +1,6 @@
 """What each feature of a configuration amounts to on a mesh: really on, and in which form."""
 
+from jaxtron.config.run import TrainConfig
 from jaxtron.mesh.inspect import Inspection
 
 
@@ -19,7 +20,7 @@ def features(inspection: Inspection) -> list[tuple[str, str]]:
         ("expert parallelism", _parts("expert", sizes["expert"], "rows of the batch")),
         ("output layer", output),
         ("precision", f"compute {precision.compute}, gradients summed in {precision.grad_reduce}"),
-        ("recompute", str(train.recompute)),
+        ("recompute", _recompute(train)),
         ("training", inspection.refusal or "possible in this version"),
     ]
 
@@ -83,6 +84,17 @@ def _sequence(inspection: Inspection) -> str:
     if asked is False:
         return "off: every member of a tensor group holds the whole residual stream"
     return f"on: {tensor} parts between blocks" + ("" if asked else " (by default, tensor > 1)")
+
+
+def _recompute(train: TrainConfig) -> str:
+    if isinstance(train.recompute, dict):
+        listed = [f"{name} {action}" for name, action in train.recompute.items()]
+        return ", ".join([*listed, "other named activations saved"])
+    if train.recompute_method == "uniform":
+        return f"full, in groups of {train.recompute_num_layers} layers"
+    if train.recompute_method == "block":
+        return f"full, in the first {train.recompute_num_layers} layers"
+    return train.recompute
 
 
 def _parts(axis: str, size: int, what: str) -> str:

@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
-from jaxtron.config.run import Recompute
 from jaxtron.layers.embedding import Embedding
 from jaxtron.layers.inputs import Attend, LayerInputs, LayerNumber, Randomness
+from jaxtron.layers.layer_loop import run_layers
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.parameter import normal
-from jaxtron.layers.remat import remat_layer
+from jaxtron.layers.remat import Remat
 from jaxtron.layers.rope import rotary_tables
 from jaxtron.layers.transformer_layer import TransformerLayer
 from jaxtron.models.config import ModelConfig
@@ -112,8 +111,7 @@ class Decoder:
         attend: Attend,
         *,
         randomness: Randomness | None = None,
-        recompute: Recompute = "none",
-        drop_gathered: bool = False,
+        remat: Remat,
     ) -> jax.Array:
         """Final normalised hidden states ``[b, s, h]`` of ``tokens [b, s]``.
 
@@ -126,8 +124,7 @@ class Decoder:
             region: the manual region.
             attend: the attention kernel.
             randomness: dropout, in training.
-            recompute: ``train.recompute``.
-            drop_gathered: gather weights again in the backward pass.
+            remat: what the backward pass computes again.
         """
         config = self.config
         embedding = nnx.merge(self._graphs["embedding"], fetch("embedding", params["embedding"]))
@@ -137,24 +134,16 @@ class Decoder:
         )
         inputs = LayerInputs(
             region=region,
-            attend=jax.checkpoint(attend) if recompute == "selective" else attend,
+            attend=jax.checkpoint(attend) if remat.recompute == "selective" else attend,
             rotary=rotary,
             randomness=randomness,
         )
         x = inputs.hidden_dropout(x, 0, "embedding")
-        layers = params["layers"]
-        scanned = isinstance(layers, dict)
 
         def layer(x: jax.Array, weights: Params, number: LayerNumber) -> jax.Array:
             return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs, number)
 
-        layer = remat_layer(layer, recompute, drop_gathered=drop_gathered, in_scan=scanned)
-        if scanned:
-            numbers = jnp.arange(config.num_layers, dtype=jnp.int32)
-            x, _ = lax.scan(lambda x, each: (layer(x, *each), None), x, (layers, numbers))
-        else:
-            for number, weights in enumerate(layers):
-                x = layer(x, weights, number)
+        x = run_layers(layer, x, params["layers"], remat)
         norm = nnx.merge(self._graphs["final_norm"], fetch("final_norm", params["final_norm"]))
         return region.gather_sequence(norm(x))
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtron.config.run import Recompute
 from jaxtron.layers.inputs import Attend, Randomness
+from jaxtron.layers.remat import Remat
 from jaxtron.parallel.region import Region
 
 Params = dict[str, Any]
@@ -48,8 +48,7 @@ class Model(Protocol):
         attend: Attend,
         *,
         randomness: Randomness | None,
-        recompute: Recompute,
-        drop_gathered: bool,
+        remat: Remat,
     ) -> jax.Array:
         """Final hidden states ``[b, s, h]``, the same on all members of ``tensor``.
 
@@ -67,8 +66,7 @@ class Model(Protocol):
             attend: the attention kernel with its mask, see
                 :class:`jaxtron.layers.inputs.LayerInputs`.
             randomness: dropout of this step; None when nothing is dropped.
-            recompute: ``train.recompute``.
-            drop_gathered: gather weights again in the backward pass.
+            remat: what the backward pass computes again (``jaxtron/layers/layer_loop.py``).
         """
         ...
 

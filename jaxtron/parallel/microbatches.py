@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxtron.layers.activation_names import GATHERED_WEIGHT
 from jaxtron.parallel.config import DataSharding
 from jaxtron.parallel.data_sharding import (
     gather_copy,
@@ -79,7 +81,11 @@ class GradientPlan:
         layouts = self.layouts[part]
         if part == "layers":
             layouts = _map(ParamLayout.unstacked, layouts)
-        return _map(lambda lay, w: gather_weight(w, lay, self.reduce_dtype), layouts, weights)
+
+        def gathered(layout: ParamLayout, w: jax.Array) -> jax.Array:
+            return checkpoint_name(gather_weight(w, layout, self.reduce_dtype), GATHERED_WEIGHT)
+
+        return _map(gathered, layouts, weights)
 
     def value_and_gradients(
         self, objective: Objective, params: Params, microbatches: Any
