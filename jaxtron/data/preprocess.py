@@ -234,7 +234,7 @@ def _note_bad(encoded: EncodedBlock, summary: Summary, bar: "tqdm[None]", *, sto
 def _progress_bar(total: int, shown: bool) -> "tqdm[None]":
     # In a log file a line every half minute is enough, and none for a short job.
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(
+    bar: tqdm[None] = tqdm(
         total=total,
         unit="B",
         unit_scale=True,
@@ -243,6 +243,7 @@ def _progress_bar(total: int, shown: bool) -> "tqdm[None]":
         mininterval=interval,
         delay=0.0 if sys.stderr.isatty() else interval,
     )
+    return bar
 
 
 def _advance(bar: "tqdm[None]", position: int, documents: int) -> None:
