@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -219,7 +219,9 @@ def _checked_keys(json_keys: Sequence[str]) -> tuple[str, ...]:
     return keys
 
 
-def _note_bad(encoded: EncodedBlock, summary: Summary, bar: "tqdm[None]", *, stop: bool) -> None:
+def _note_bad(
+    encoded: EncodedBlock, summary: Summary, bar: "tqdm[NoReturn]", *, stop: bool
+) -> None:
     for reason, message in encoded.bad:
         if stop:
             raise DataError(f"{message}; --on-error skip leaves such records out and counts them")
@@ -231,10 +233,10 @@ def _note_bad(encoded: EncodedBlock, summary: Summary, bar: "tqdm[None]", *, sto
             bar.write("skipped: more; from here on they are only counted", file=sys.stderr)
 
 
-def _progress_bar(total: int, shown: bool) -> "tqdm[None]":
+def _progress_bar(total: int, shown: bool) -> "tqdm[NoReturn]":
     # In a log file a line every half minute is enough, and none for a short job.
     interval = 0.2 if sys.stderr.isatty() else 30.0
-    bar: tqdm[None] = tqdm(
+    return tqdm(
         total=total,
         unit="B",
         unit_scale=True,
@@ -243,10 +245,9 @@ def _progress_bar(total: int, shown: bool) -> "tqdm[None]":
         mininterval=interval,
         delay=0.0 if sys.stderr.isatty() else interval,
     )
-    return bar
 
 
-def _advance(bar: "tqdm[None]", position: int, documents: int) -> None:
+def _advance(bar: "tqdm[NoReturn]", position: int, documents: int) -> None:
     elapsed = bar.format_dict["elapsed"] if not bar.disable else 0
     if elapsed:
         bar.set_postfix_str(f"{documents / elapsed:.0f} documents/s", refresh=False)
