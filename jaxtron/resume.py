@@ -50,9 +50,18 @@ _LR_PLAN_KEYS = (
 )
 
 
-def run_meta(config: Config, consumed_samples: int) -> dict[str, Any]:
-    """What a checkpoint records beside the arrays."""
-    return {"consumed_samples": consumed_samples, "config": to_dict(config)}
+def run_meta(
+    config: Config, consumed_samples: int, data_order: int | None = None
+) -> dict[str, Any]:
+    """What a checkpoint records beside the arrays.
+
+    ``data_order`` is from :func:`jaxtron.data.order.order_digest`.
+    """
+    return {
+        "consumed_samples": consumed_samples,
+        "data_order": data_order,
+        "config": to_dict(config),
+    }
 
 
 def consumed_samples(meta: Mapping[str, Any], where: str) -> int:

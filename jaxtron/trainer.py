@@ -15,6 +15,7 @@ from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
 from jaxtron.data.build import Datasets, build_datasets
 from jaxtron.data.loader import batches
+from jaxtron.data.order import check_order, order_digest
 from jaxtron.data.source import RowDataset
 from jaxtron.errors import DataError
 from jaxtron.observe.logger import RunLogger
@@ -119,7 +120,18 @@ class Trainer:
             state = with_fresh_optimizer(self.program, state)
         if start.weights_only:
             return state, 0, 0
-        return state, start.step, consumed_samples(meta, where)
+        consumed = consumed_samples(meta, where)
+        check_order(meta, self._meta(consumed)["data_order"], where)
+        return state, start.step, consumed
+
+    def _meta(self, consumed: int) -> dict[str, Any]:
+        order = order_digest(
+            self.datasets.train,
+            consumed,
+            dataloader_type=self.config.data.dataloader_type,
+            seed=self.config.train.seed,
+        )
+        return run_meta(self.config, consumed, order)
 
     # -- loop ----------------------------------------------------------------------------------
 
@@ -192,14 +204,14 @@ class Trainer:
                 clock.restart()
             if self.checkpointer.should_save(step, final=last):
                 flush()
-                self.checkpointer.save(step, state, run_meta(config, consumed))
+                self.checkpointer.save(step, state, self._meta(consumed))
                 clock.restart()
             if exit_reason is not None:
                 reason = exit_reason
                 break
         flush()
         if step == start and self.checkpointer.should_save(step, final=True):
-            self.checkpointer.save(step, state, run_meta(config, consumed))
+            self.checkpointer.save(step, state, self._meta(consumed))
         self.checkpointer.wait()
         return Result(step, loss, eval_loss, reason)
 

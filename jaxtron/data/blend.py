@@ -209,7 +209,18 @@ class BlendedDataset:
         """
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)} in {self.name}")
+        dataset, row = self._component(index)
+        return dataset[row]
+
+    def provenance(self, index: int) -> tuple[int, ...]:
+        """Component of row `index`, and which tokens of it (or which row) the row holds."""
+        dataset, row = self._component(index)
+        inner = getattr(dataset, "provenance", None)
+        component = int(self.indices.dataset_index[index])
+        return (component, *(inner(row) if inner else (row,)))
+
+    def _component(self, index: int) -> tuple[RowDataset, int]:
         dataset = self.datasets[int(self.indices.dataset_index[index])]
         if dataset is None:
             raise ValueError(f"{self.name}: the order draws from a dataset that was not given")
-        return dataset[int(self.indices.dataset_sample_index[index])]
+        return dataset, int(self.indices.dataset_sample_index[index])

@@ -103,6 +103,12 @@ class GPTDataset:
         pieces = [self.indexed.get(*piece) for piece in self._pieces(index)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def provenance(self, index: int) -> tuple[int, ...]:
+        """Which tokens row `index` holds: first and last sequence, and the offsets in them."""
+        pieces = self._pieces(index)
+        sequence, offset, length = pieces[-1]
+        return (*pieces[0][:2], sequence, offset + (length or 0))
+
     def _pieces(self, index: int) -> list[tuple[int, int, int | None]]:
         """(sequence, offset, length) of every part of row `index`."""
         if not 0 <= index < len(self):

@@ -74,7 +74,7 @@ def batches(
         if pad_last and remaining % global_batch_size:
             steps += 1
     elif dataloader_type == "cyclic":
-        order = functools.partial(_shuffled, seed, len(dataset))
+        order = functools.partial(shuffled_sample, seed, len(dataset))
         steps = _ENDLESS_STEPS
     else:
         raise ConfigError(
@@ -115,7 +115,8 @@ def _permutation(seed: int, size: int, epoch: int) -> NDArray[np.int64]:
     return np.random.RandomState([seed, epoch]).permutation(size)
 
 
-def _shuffled(seed: int, size: int, sample: int) -> int:
+def shuffled_sample(seed: int, size: int, sample: int) -> int:
+    """Row that is sample number `sample` of the `cyclic` order of `size` rows."""
     epoch, place = divmod(sample, size)
     return int(_permutation(seed, size, epoch)[place])
 
