@@ -14,8 +14,7 @@ def collectives(lowered: Any) -> Counter[tuple[str, int, str]]:
     """Number of collectives by (name, loops around it, element type of its operand).
 
     Args:
-        lowered: result of ``jax.jit(f).lower(...)``. Only collectives of more than one device
-            count.
+        lowered: result of ``jax.jit(f).lower(...)``.
     """
     module = lowered.compiler_ir("stablehlo").operation
     functions = {}
@@ -26,7 +25,7 @@ def collectives(lowered: Any) -> Counter[tuple[str, int, str]]:
 
     def walk(op: Any, depth: int) -> None:
         name = op.name.removeprefix("stablehlo.")
-        if name in NAMES and _group_size(op) > 1:
+        if name in NAMES:
             dtype = str(op.operands[0].type).split("x")[-1].strip("tensor<>")
             found[name, depth, dtype] += 1
         if op.name == "func.call":
@@ -38,10 +37,6 @@ def collectives(lowered: Any) -> Counter[tuple[str, int, str]]:
 
     walk(functions["main"], 0)
     return found
-
-
-def _group_size(op: Any) -> int:
-    return op.attributes["replica_groups"].type.shape[1]
 
 
 def count(found: Counter[tuple[str, int, str]], name: str) -> dict[int, int]:

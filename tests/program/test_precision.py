@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxtron.program import Program
 from tests.parity.harness import make_batch, make_config, rows_of
 from tests.program.forward import random_params, random_state
+from tests.program.scans import scans
 
 
 def program_for(
@@ -40,58 +40,41 @@ def test_bf16_loss_is_close_to_fp32_and_the_state_stays_fp32() -> None:
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], atol=3e-2)
 
 
-@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
-def test_gradients_are_accumulated_in_fp32(level: str) -> None:
+def gradients_of_equal_microbatches(level: str, count: int) -> Any:
+    program = program_for(
+        "bf16",
+        {"fsdp": 1, "data_sharding": level},
+        global_batch_size=count,
+        num_microbatches=count,
+    )
+    row = make_batch(make_config(), ragged=False)
+    batch = {name: np.repeat(array[:1], count, axis=0) for name, array in row.items()}
+    grads = jax.jit(program.loss_and_gradients)(random_params(program), rows_of(program, batch))[2]
+    return jax.tree.map(np.asarray, grads)
+
+
+def test_gradients_are_accumulated_in_fp32() -> None:
     """64 equal microbatches add up to one of them exactly.
 
     Each contributes the bf16 gradient g / 64 (a power of two), and k g / 64 has at most 14 bits:
     exact in fp32. A bf16 sum would round it from the third microbatch on.
     """
-    gradients = []
-    for count in (1, 64):
-        program = program_for(
-            "bf16",
-            {"fsdp": 1, "data_sharding": level},
-            global_batch_size=count,
-            num_microbatches=count,
-        )
-        row = make_batch(make_config(), ragged=False)
-        batch = {name: np.repeat(array[:1], count, axis=0) for name, array in row.items()}
-        _, _, grads = jax.jit(program.loss_and_gradients)(
-            random_params(program), rows_of(program, batch)
-        )
-        gradients.append(jax.tree.map(np.asarray, grads))
-    for (path, one), many in zip(
-        jax.tree_util.tree_leaves_with_path(gradients[0]),
-        jax.tree.leaves(gradients[1]),
-        strict=True,
-    ):
-        if one.ndim > 2 or path[0].key in ("embedding", "output"):  # bf16 copies
-            np.testing.assert_array_equal(many, one, err_msg=jax.tree_util.keystr(path))
-        else:
-            np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-8)
+    expected = jax.tree_util.tree_leaves_with_path(gradients_of_equal_microbatches("optim", 1))
+    for level in ("optim", "optim_grads_params"):
+        actual = jax.tree.leaves(gradients_of_equal_microbatches(level, 64))
+        for (path, one), many in zip(expected, actual, strict=True):
+            if one.ndim > 2 or path[0].key in ("embedding", "output"):  # bf16 copies
+                np.testing.assert_array_equal(many, one, err_msg=jax.tree_util.keystr(path))
+            else:
+                np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-8)
 
 
 def test_every_float_carried_over_microbatches_is_fp32() -> None:
     program = program_for("bf16", num_microbatches=4)
     batch = rows_of(program, make_batch(program.config))
     closed = jax.make_jaxpr(program.loss_and_gradients)(random_params(program), batch)
-    carried = _carried(closed.jaxpr, length=4)
+    (microbatches,) = scans(closed.jaxpr, length=4)
     count = len(jax.tree.leaves(program.model.shapes))
-    floats = [aval for aval in carried if jnp.issubdtype(aval.dtype, jnp.floating)]
+    floats = [aval for aval in microbatches.carried if jnp.issubdtype(aval.dtype, jnp.floating)]
     assert len(floats) == count + 1  # a gradient per parameter, and the loss
     assert {aval.dtype for aval in floats} == {jnp.dtype(jnp.float32)}
-
-
-def _carried(jaxpr: Any, length: int) -> list[Any]:
-    """Types carried by the outermost scans of ``length`` iterations."""
-    found: list[Any] = []
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan" and equation.params["length"] == length:
-            found += [var.aval for var in equation.outvars[: equation.params["num_carry"]]]
-            continue
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                found += _carried(inner, length)
-    return found

@@ -73,18 +73,18 @@ def test_the_same_step_draws_the_same_masks(program: Program) -> None:
     np.testing.assert_array_equal(masks(program, 3), masks(program, 3))
 
 
-@pytest.mark.parametrize("loop", ["scan", "unroll"])
-def test_recomputation_draws_the_same_masks(loop: str) -> None:
+def test_recomputation_draws_the_same_masks() -> None:
     """Recomputing with other masks would change the gradients by their own size."""
     results: list[Any] = []
-    for recompute in ("none", "selective", "full"):
+    for loop, recompute in (
+        ("scan", "none"),
+        ("scan", "selective"),
+        ("scan", "full"),
+        ("unroll", "full"),
+    ):
         config = make_config(
             model={"num_layers": 2, "hidden_dropout": 0.3, "attention_dropout": 0.3},
-            train={
-                "global_batch_size": 4,
-                "layer_loop": loop,
-                "recompute": recompute,
-            },
+            train={"global_batch_size": 4, "layer_loop": loop, "recompute": recompute},
         )
         program = Program(config, jax.devices()[:1])
         batch = rows_of(program, make_batch(config))
@@ -92,4 +92,4 @@ def test_recomputation_draws_the_same_masks(loop: str) -> None:
         results.append((float(loss), jax.tree.map(np.asarray, grads)))
     for loss, grads in results[1:]:
         np.testing.assert_allclose(loss, results[0][0], rtol=1e-6)
-        assert_close_leaves(grads, results[0][1], 1e-6, "gradient")
+        assert_close_leaves(grads, results[0][1], 2e-6, "gradient")

@@ -98,32 +98,44 @@ def test_microbatches_without_valid_tokens_change_nothing_in_the_token_mean() ->
         assert_close_leaves(jax.tree.map(np.asarray, grads), reference, 2e-5, "gradient")
 
 
+def empty_batch(program: Program) -> dict[str, jax.Array]:
+    batch = make_batch(program.config, ragged=False)
+    batch["loss_mask"][:] = 0
+    return rows_of(program, batch)
+
+
 @pytest.mark.parametrize("reduction", ["token", "microbatch"])
-def test_a_batch_without_valid_tokens_is_skipped(reduction: str) -> None:
+def test_a_batch_without_valid_tokens_has_loss_and_gradients_of_zero(reduction: str) -> None:
+    config = make_config(
+        model={"num_layers": 1},
+        train={"global_batch_size": 4, "num_microbatches": 2},
+        loss={"reduction": reduction, "z_loss_coeff": 0.01},
+    )
+    program = Program(config, jax.devices()[:1])
+    loss, tokens, grads = jax.jit(program.loss_and_gradients)(
+        random_params(program), empty_batch(program)
+    )
+    assert float(loss) == 0 and int(tokens) == 0
+    for leaf in jax.tree.leaves(grads):
+        assert np.all(np.asarray(leaf) == 0)
+
+
+def test_a_batch_without_valid_tokens_is_skipped() -> None:
     config = make_config(
         model={"num_layers": 1},
         parallel={"fsdp": 2, "tensor": 2},
         train={"global_batch_size": 8, "num_microbatches": 2},
         optimizer=ADAMW,
-        loss={"reduction": reduction, "z_loss_coeff": 0.01},
     )
     program = Program(config, jax.devices()[:4])
     state = random_state(program)
-    batch = make_batch(config, ragged=False)
-    empty = rows_of(program, {**batch, "loss_mask": np.zeros_like(batch["loss_mask"])})
     # one ordinary step first, so that moments and counts are not zero
-    state, metrics = program.train_step(state, rows_of(program, batch))
+    state, metrics = program.train_step(state, rows_of(program, make_batch(config)))
     assert int(metrics["skipped"]) == 0
     before = jax.tree.map(np.array, state)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(before["opt_state"]))
 
-    if reduction == "token":
-        loss, tokens, grads = jax.jit(program.loss_and_gradients)(state["params"], empty)
-        assert float(loss) == 0 and int(tokens) == 0
-        for leaf in jax.tree.leaves(grads):
-            assert np.all(np.asarray(leaf) == 0)
-
-    state, metrics = program.train_step(state, empty)
+    state, metrics = program.train_step(state, empty_batch(program))
     assert {k: float(metrics[k]) for k in ("loss", "grad_norm", "tokens", "skipped")} == {
         "loss": 0,
         "grad_norm": 0,
@@ -140,7 +152,5 @@ def test_a_batch_without_valid_tokens_is_skipped(reduction: str) -> None:
 def test_evaluating_a_batch_without_valid_tokens_counts_none() -> None:
     config = make_config(model={"num_layers": 1}, train={"global_batch_size": 2})
     program = Program(config, jax.devices()[:1])
-    batch = make_batch(config)
-    batch["loss_mask"][:] = 0
-    loss, tokens = program.eval_step(random_params(program), rows_of(program, batch))
+    loss, tokens = program.eval_step(random_params(program), empty_batch(program))
     assert (float(loss), int(tokens)) == (0, 0)
