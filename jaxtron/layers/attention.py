@@ -1,11 +1,12 @@
 """Self-attention with grouped key/value heads (MHA, GQA, MQA)."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
+from jaxtron.layers.linear import linear
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.parameter import normal, zeros
 from jaxtron.layers.rope import apply_rotary
@@ -53,14 +54,8 @@ class Attention(nnx.Module):
         def own_groups(w: jax.Array, axis: int) -> jax.Array:
             return region.own_groups(w, groups, axis) if split else w
 
-        key_value_w = own_groups(self.key_value[...], axis=2)
-        own = key_value_w.shape[2]
-        # one matrix product for queries, keys and values
-        fused = jnp.concatenate(
-            [query_w, key_value_w[:, 0], key_value_w[:, 1]], axis=1
-        )  # [embed, heads + 2 groups, head_dim]
-        qkv = jnp.einsum("bsh,hnd->bsnd", x, fused)
-        q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + own], qkv[:, :, heads + own :]
+        q, key_value = linear(x, [query_w, self.key_value[...]], own=[None, (own_groups, 1)])
+        k, v = (t.squeeze(2) for t in lax.split(key_value, (1, 1), axis=2))
         if self.config.add_bias_linear or self.config.add_qkv_bias:
             bias = own_groups(self.key_value_bias[...], axis=1).astype(x.dtype)
             q = q + self.query_bias[...].astype(x.dtype)
@@ -74,7 +69,7 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
         core = inputs.attend(q, k, v, drop)
-        y = jnp.einsum("bsnd,ndh->bsh", core, self.output[...])
+        (y,) = linear(core, [self.output[...]], inputs=2)
         y = region.reduce_sequence(y, partial=split)
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)

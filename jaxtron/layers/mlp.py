@@ -8,6 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.linear import linear
 from jaxtron.layers.parameter import normal, zeros
 from jaxtron.models.config import ModelConfig
 
@@ -42,14 +43,14 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
         x = inputs.region.gather_sequence(x)
-        u = jnp.einsum("bsh,hcf->bscf", x, self.up[...])
+        (u,) = linear(x, [self.up[...]])
         if self.config.add_bias_linear:
             u = u + self.up_bias[...].astype(u.dtype)
         u = checkpoint_name(u, "mlp_up")
         act = ACTIVATIONS[self.config.activation]
         u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
         u = checkpoint_name(u, "mlp_act")
-        y = jnp.einsum("bsf,fh->bsh", u, self.down[...])
+        (y,) = linear(u, [self.down[...]])
         y = inputs.region.reduce_sequence(y, partial=u.shape[-1] < self.config.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
