@@ -57,27 +57,22 @@ def batch_layout(config: Config, axes: Mapping[str, int]) -> BatchLayout:
                 f"{micro * shards * count}, but train.global_batch_size is {rows}: give only one "
                 f"of the two, or set train.global_batch_size to {micro * shards * count}"
             )
-        if rows % (shards * count):
-            raise ConfigError(
-                f"train.global_batch_size is {rows}, which is not a multiple of "
-                f"{shown} × train.num_microbatches {count} = {shards * count}: "
-                + _nearest("train.global_batch_size", rows, shards * count)
-            )
+        _divides(rows, shards * count, f"{shown} × train.num_microbatches {count}")
         micro = rows // (shards * count)
     else:
         micro = micro or 1
-        if rows % (micro * shards):
-            raise ConfigError(
-                f"train.global_batch_size is {rows}, which is not a multiple of "
-                f"train.micro_batch_size {micro} × {shown} = {micro * shards}: "
-                + _nearest("train.global_batch_size", rows, micro * shards)
-            )
+        _divides(rows, micro * shards, f"train.micro_batch_size {micro} × {shown}")
         count = rows // (micro * shards)
     return BatchLayout(count, micro * shards, micro, shards)
 
 
-def _nearest(key: str, value: int, multiple: int) -> str:
-    """The multiples below and above a value, as advice."""
-    below = value // multiple * multiple
+def _divides(rows: int, multiple: int, product: str) -> None:
+    """Refuse a global batch that is not a multiple; advise the multiples below and above it."""
+    if rows % multiple == 0:
+        return
+    below = rows // multiple * multiple
     choices = [str(choice) for choice in (below, below + multiple) if choice]
-    return f"set {key} to {' or '.join(choices)}"
+    raise ConfigError(
+        f"train.global_batch_size is {rows}, which is not a multiple of {product} = {multiple}: "
+        f"set train.global_batch_size to {' or '.join(choices)}"
+    )

@@ -1,6 +1,7 @@
 """From the configuration to the train, valid and test datasets of a run."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxtron.data.build_indexed import IndexedBuilder
@@ -24,20 +25,6 @@ class Datasets:
     valid: RowDataset | None = None
     test: RowDataset | None = None
     valid_sets: Mapping[str, RowDataset] = field(default_factory=dict)
-
-
-def requested_samples(
-    *, steps: int, global_batch_size: int, eval_interval: int, eval_iters: int
-) -> tuple[int, int, int]:
-    """Rows that a run reads of train, valid and test, as Megatron counts them.
-
-    Evaluation runs every `eval_interval` steps and once after the last one, on `eval_iters` global
-    batches that differ from one evaluation to the next; `eval_interval` 0 means never.
-    """
-    evaluations = steps // eval_interval + 1 if eval_interval else 0
-    one_evaluation = eval_iters * global_batch_size
-    test = one_evaluation if eval_interval else 0
-    return steps * global_batch_size, evaluations * one_evaluation, test
 
 
 def build_datasets(
@@ -83,11 +70,6 @@ def build_datasets(
         return Datasets(**splits, valid_sets=sets)
     if config.source == "synthetic":
         _refuse(config, "source_options", "is for a source of your own")
-    elif ":" not in config.source:
-        raise ConfigError(
-            f"data.source is {config.source!r}; expected 'indexed', 'synthetic', or "
-            "'module:function' of your own"
-        )
     _refuse(config, "fim_rate", "rearranges the rows of .bin/.idx pairs alone")
     for name in ("paths", "train_paths", "valid_paths", "test_paths", "valid_sets"):
         _refuse(config, name, "names .bin/.idx pairs, which only the source 'indexed' reads")
@@ -95,30 +77,20 @@ def build_datasets(
     for name, count in samples.items():
         if count == 0:
             continue
+        make: Callable[..., RowDataset | None]
         if config.source == "synthetic":
-            if count is None:
-                raise ConfigError(
-                    "eval.full_validation is true, but the rows of data.source synthetic have no "
-                    "end; set eval.iters to a number of batches instead"
-                )
-            datasets[name] = SyntheticDataset(
-                name,
-                num_samples=count,
-                seq_length=config.seq_length,
-                vocab_size=vocab_size,
-                seed=seed,
-                row_format=row_format,
+            make = SyntheticDataset
+        else:
+            make = functools.partial(
+                load_custom_source, config.source, options=config.source_options
             )
-            continue
-        datasets[name] = load_custom_source(
-            config.source,
+        datasets[name] = make(
             name,
             num_samples=count,
             seq_length=config.seq_length,
             vocab_size=vocab_size,
             seed=seed,
             row_format=row_format,
-            options=config.source_options,
         )
         if datasets[name] is None:
             raise DataError(

@@ -19,14 +19,14 @@ It is called once for each split that the run needs; `split` is `train`, `valid`
 rows in the same order; jaxtron reads only those that belong to the process.
 """
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxtron.data.masks import Row, RowFormat
-from jaxtron.errors import ConfigError, DataError
+from jaxtron.errors import DataError
+from jaxtron.plugins import import_function
 
 
 @runtime_checkable
@@ -126,17 +126,10 @@ def load_custom_source(
     """Call the factory that `source`, `module:function`, names; see the module's description.
 
     Raises:
-        ConfigError: there is no such module or function.
+        ConfigError: it has another form, or there is no such module or function.
         DataError: what it returns has no length or no rows.
     """
-    module_name, _, attribute = source.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"data.source: {source!r} cannot be imported: {error}; it is 'indexed', 'synthetic', "
-            "or 'module:function' with a module that Python finds (see PYTHONPATH)"
-        ) from error
+    factory = import_function("data.source", source, ("indexed", "synthetic"))
     rows = factory(
         split,
         num_samples=num_samples,

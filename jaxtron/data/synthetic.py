@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from jaxtron.data.masks import Row, RowFormat
 from jaxtron.data.split import SPLIT_NAMES
+from jaxtron.errors import ConfigError
 
 NOISE = 0.1
 _DOCUMENTS_PER_ROW = 4
@@ -35,18 +36,26 @@ class SyntheticDataset:
         vocab_size: ids are in `[0, vocab_size)`.
         seed: seed of the table and of the rows, below 2^32.
         row_format: what is made of the end-of-document id.
+
+    Raises:
+        ConfigError: `num_samples` is None, which asks for all rows there are.
     """
 
     def __init__(
         self,
         split: str,
         *,
-        num_samples: int,
+        num_samples: int | None,
         seq_length: int,
         vocab_size: int,
         seed: int,
         row_format: RowFormat | None = None,
     ) -> None:
+        if num_samples is None:
+            raise ConfigError(
+                "eval.full_validation is true, but the rows of data.source synthetic have no end; "
+                "set eval.iters to a number of batches instead"
+            )
         self.name = f"synthetic ({split})"
         self.seq_length = seq_length
         self.row_format = row_format or RowFormat()

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention_cudnn import CudnnAttention
-from jaxtron.kernels.attention_spec import AttentionBackend, AttentionSpec
+from jaxtron.kernels.attention_spec import AttentionBackend, AttentionScoring, AttentionSpec
 from jaxtron.kernels.attention_xla import XlaAttention
 from jaxtron.layers.dropout import AttentionDropout
 
@@ -121,10 +121,7 @@ def dot_product_attention(
     reason = backend.supports(spec, platform="gpu")  # its platform was settled when it was chosen
     if reason is not None:
         raise ConfigError(f"attention backend {backend.name} was given what it refuses: {reason}")
-    out = backend(
-        q,
-        k,
-        v,
+    scoring = AttentionScoring(
         scale=scale,
         causal=causal,
         window=window,
@@ -132,4 +129,5 @@ def dot_product_attention(
         key_segment_ids=segment_ids if key_segment_ids is None else key_segment_ids,
         dropout=dropout,
     )
+    out = backend(q, k, v, scoring)
     return out if backend.fused else checkpoint_name(out, "core_attn")

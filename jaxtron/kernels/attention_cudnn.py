@@ -12,8 +12,7 @@ and 2096 MiB, with at most 64 1.29 ms and 8288 MiB.
 import jax
 import jax.numpy as jnp
 
-from jaxtron.kernels.attention_spec import AttentionSpec
-from jaxtron.layers.dropout import AttentionDropout
+from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
 
 
 class CudnnAttention:
@@ -40,31 +39,22 @@ class CudnnAttention:
         return None
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        segment_ids: jax.Array | None,
-        key_segment_ids: jax.Array | None,
-        dropout: AttentionDropout | None,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scoring: AttentionScoring
     ) -> jax.Array:
-        """Attend; arguments as in ``dot_product_attention``."""
+        """Attend; shapes as in ``dot_product_attention``."""
+        window = scoring.window
         if window is not None and window >= k.shape[1]:
             window = None
-        mask = None
-        if segment_ids is not None and key_segment_ids is not None:
-            mask = segment_ids[:, None, :, None] == key_segment_ids[:, None, None, :]
+        mask, segments, key_segments = None, scoring.segment_ids, scoring.key_segment_ids
+        if segments is not None and key_segments is not None:
+            mask = segments[:, None, :, None] == key_segments[:, None, None, :]
         return jax.nn.dot_product_attention(
             q,
             k,
             v,
             mask=mask,
-            scale=scale,
-            is_causal=causal,
+            scale=scoring.scale,
+            is_causal=scoring.causal,
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )

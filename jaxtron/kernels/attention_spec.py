@@ -60,6 +60,27 @@ class AttentionSpec:
             )
 
 
+@dataclass(frozen=True)
+class AttentionScoring:
+    """What happens to the scores ``q k^T`` of one call; see ``dot_product_attention``.
+
+    Attributes:
+        scale: factor on the scores.
+        causal: query i sees keys 0..i.
+        window: a query sees itself and ``window - 1`` earlier keys; None: all of them.
+        segment_ids: int32 [batch, query], or None.
+        key_segment_ids: int32 [batch, key]; None exactly when ``segment_ids`` is.
+        dropout: drops probabilities after the softmax.
+    """
+
+    scale: float
+    causal: bool
+    window: int | None
+    segment_ids: jax.Array | None
+    key_segment_ids: jax.Array | None
+    dropout: AttentionDropout | None
+
+
 class AttentionBackend(Protocol):
     """A kernel for :func:`jaxtron.kernels.attention.dot_product_attention`.
 
@@ -76,16 +97,6 @@ class AttentionBackend(Protocol):
         """None if the kernel computes ``spec`` exactly on ``platform``, else the reason why not."""
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        segment_ids: jax.Array | None,
-        key_segment_ids: jax.Array | None,
-        dropout: AttentionDropout | None,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scoring: AttentionScoring
     ) -> jax.Array:
-        """Attend; arguments as in ``dot_product_attention``, already checked."""
+        """Attend; shapes as in ``dot_product_attention``, already checked."""

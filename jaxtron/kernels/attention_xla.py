@@ -8,8 +8,7 @@ so memory grows with the number of keys but not with its square.
 import jax
 import jax.numpy as jnp
 
-from jaxtron.kernels.attention_spec import AttentionSpec
-from jaxtron.layers.dropout import AttentionDropout
+from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
 
 MAX_SCORE_BYTES = 256 * 2**20
 """Float32 scores that may exist at a time [bytes]."""
@@ -26,32 +25,24 @@ class XlaAttention:
         return None
 
     def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        *,
-        scale: float,
-        causal: bool,
-        window: int | None,
-        segment_ids: jax.Array | None,
-        key_segment_ids: jax.Array | None,
-        dropout: AttentionDropout | None,
+        self, q: jax.Array, k: jax.Array, v: jax.Array, scoring: AttentionScoring
     ) -> jax.Array:
-        """Attend; arguments as in ``dot_product_attention``."""
+        """Attend; shapes as in ``dot_product_attention``."""
         batch, length, heads, _ = q.shape
         key_indices = jnp.arange(k.shape[1])
+        window, dropout = scoring.window, scoring.dropout
+        segment_ids, key_segment_ids = scoring.segment_ids, scoring.key_segment_ids
 
         def attend(query: dict[str, jax.Array]) -> jax.Array:
             visible = jnp.ones((1, query["index"].size, key_indices.size), bool)
-            if causal:
+            if scoring.causal:
                 distance = query["index"][:, None] - key_indices
                 visible &= distance >= 0
                 if window is not None:
                     visible &= distance < window
             if key_segment_ids is not None:
                 visible &= query["segment"][:, :, None] == key_segment_ids[:, None, :]
-            probabilities = _probabilities(query["q"], k, visible, scale)
+            probabilities = _probabilities(query["q"], k, visible, scoring.scale)
             if dropout is not None:
                 probabilities = dropout.apply(probabilities, query["position"])
             return _weighted_values(probabilities, v, q.dtype)

@@ -99,12 +99,7 @@ def learning_rate_plot(series: Series) -> str:
 
 def gradient_norm_plot(series: Series) -> str:
     """Global gradient norm before clipping over steps, as SVG."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "grad_norm"}):
-        figure, axes = _small()
-        _curve(axes, series, _BLUE, linewidth=1.1)
-        _scale(axes, series.values)
-        axes.set_ylabel("gradient norm")
-        return _svg(figure, axes, "Global gradient norm over steps")
+    return _one_curve(series, "gradient norm", "Global gradient norm over steps")
 
 
 def throughput_plot(series: Series) -> str:
@@ -126,12 +121,7 @@ def throughput_plot(series: Series) -> str:
 
 def step_time_plot(series: Series) -> str:
     """Wall time of a step over steps, as SVG."""
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "step_time"}):
-        figure, axes = _small()
-        _curve(axes, series, _BLUE, linewidth=1.1)
-        _scale(axes, series.values)
-        axes.set_ylabel("step time [s]")
-        return _svg(figure, axes, "Wall time of a step over steps")
+    return _one_curve(series, "step time [s]", "Wall time of a step over steps")
 
 
 class _Smooth(NamedTuple):
@@ -190,6 +180,15 @@ def _scale(axes: Axes, values: np.ndarray) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _one_curve(series: Series, label: str, description: str) -> str:
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": label}):
+        figure, axes = _small()
+        _curve(axes, series, _BLUE, linewidth=1.1)
+        _scale(axes, series.values)
+        axes.set_ylabel(label)
+        return _svg(figure, axes, description)
 
 
 def _small() -> tuple[Figure, Axes]:

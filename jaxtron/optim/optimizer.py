@@ -17,7 +17,6 @@ arrays, in which what belongs to the parameters lies in trees like the parameter
 ``optax.MaskedNode()`` in place of the parameters of the other.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +34,7 @@ from jaxtron.optim.plan import Plan
 from jaxtron.optim.schedule import learning_rate_schedule
 from jaxtron.optim.sgd import sgd
 from jaxtron.optim.weight_decay import check_weight_decay, weight_decay_schedule
+from jaxtron.plugins import import_function
 
 OptimizerFactory = Callable[[Plan], optax.GradientTransformation]
 """What stands behind an optimizer's name."""
@@ -105,18 +105,7 @@ def find_factory(config: OptimizerConfig) -> OptimizerFactory:
                 "takes none; they are for module:factory optimizers"
             )
         return OPTIMIZERS[name]
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        raise ConfigError(
-            f"optimizer.name is {name!r}; it must be one of {', '.join(OPTIMIZERS)} or "
-            "module:factory"
-        )
-    try:
-        factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"optimizer.name={name} cannot be imported: {error}") from error
-    if not callable(factory):
-        raise ConfigError(f"optimizer.name={name} is a {type(factory).__name__}, not a function")
+    factory = import_function("optimizer.name", name, OPTIMIZERS)
 
     def from_plan(plan: Plan) -> optax.GradientTransformation:
         return factory(plan.config, plan.learning_rate, plan.decay_mask, **plan.config.options)

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxtron.data.build import build_datasets, requested_samples
+from jaxtron.data.build import build_datasets
 from jaxtron.data.config import DataConfig
 from jaxtron.data.indexed import IndexedDatasetWriter
 from jaxtron.errors import ConfigError, DataError
@@ -28,15 +28,6 @@ def build(vocab_size=1000, seed=1, sizes=SIZES, **keys):
 
 def documents_of(dataset):
     return {int(t) for k in range(len(dataset)) for t in dataset[k]["labels"]}
-
-
-def test_sizes_are_counted_as_megatron_counts_them():
-    got = requested_samples(steps=100, global_batch_size=8, eval_interval=30, eval_iters=5)
-    assert got == (800, (100 // 30 + 1) * 5 * 8, 40)
-    off = requested_samples(steps=100, global_batch_size=8, eval_interval=30, eval_iters=0)
-    assert off == (800, 0, 0)
-    never = requested_samples(steps=100, global_batch_size=8, eval_interval=0, eval_iters=5)
-    assert never == (800, 0, 0)
 
 
 def test_splits_of_one_corpus_share_no_document(tmp_path):

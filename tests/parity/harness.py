@@ -68,7 +68,8 @@ def make_batch(config: Any, step: int = 0, ragged: bool = True) -> dict[str, np.
     mask = np.ones(shape, np.float32)
     if ragged:
         mask = (rng.random(shape) < rng.random((shape[0], 1))).astype(np.float32)
-        mask[1] = 0
+        if shape[0] > 1:  # a row alone keeps its tokens
+            mask[1] = 0
     batch = {"tokens": tokens, "labels": labels, "loss_mask": mask}
     if config.data.reset_attention_mask:
         cuts = rng.random(shape) < 0.2
