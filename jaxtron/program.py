@@ -21,9 +21,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtron.config.batch import batch_layout
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate_for_training
-from jaxtron.kernels.attention import choose_backend
+from jaxtron.kernels.attention import choose_backend, dot_product_attention
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
+from jaxtron.layers.dropout import AttentionDropout
 from jaxtron.layers.inputs import Randomness
 from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
@@ -35,12 +36,12 @@ from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
 from jaxtron.parallel.batch import batch_placement
-from jaxtron.parallel.context.attention import ContextAttention
-from jaxtron.parallel.context.layout import context_layout
 from jaxtron.parallel.microbatches import GradientPlan
 from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import optimizer_state_shardings
+from jaxtron.precision.fp8_layers import has_layer_exceptions
+from jaxtron.precision.fp8_setup import make_fp8_plan
 
 DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
 State = dict[str, Any]
@@ -80,8 +81,9 @@ class Program:
         self.batch_layout = batch_layout(config, self.sizes)
         platform = devices[0].platform
         loop = config.train.layer_loop
-        unroll = loop == "unroll" or (loop == "auto" and platform != "cpu")
         parallel, precision = config.parallel, config.precision
+        differ = has_layer_exceptions(precision)
+        unroll = loop == "unroll" or (loop == "auto" and (platform != "cpu" or differ))
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
             sequence_parallel = self.sizes["tensor"] > 1
@@ -99,24 +101,31 @@ class Program:
             data_sharding=parallel.data_sharding,
             reduce_dtype=DTYPES[precision.grad_reduce],
             unroll=unroll,
+            fp8=make_fp8_plan(
+                precision,
+                products=getattr(self.model, "products", None),
+                layouts=self.layouts["layers"],
+                num_layers=config.model.num_layers,
+                rules=self.rules,
+                region=self.region,
+                gathers_in_layer=parallel.data_sharding == "optim_grads_params",
+                reduce_dtype=DTYPES[precision.grad_reduce],
+                device=devices[0],
+            ),
         )
-        cut = context_layout(parallel, self.sizes["context"])
-        self.context = ContextAttention(cut, gather=parallel.context_strategy == "all_gather")
-        heads_split = self.rules.size("heads") * cut.all_to_all
         self.attention_backend = choose_backend(
             config.model.attention_backend,
             AttentionSpec(
-                query_length=config.data.seq_length // cut.chunks,
-                key_length=config.data.seq_length // cut.chunks,
-                num_heads=config.model.num_attention_heads // heads_split,
-                num_query_groups=max(1, config.model.query_groups // heads_split),
+                query_length=config.data.seq_length,
+                key_length=config.data.seq_length,
+                num_heads=config.model.num_attention_heads // self.rules.size("heads"),
+                num_query_groups=max(1, config.model.query_groups // self.rules.size("heads")),
                 head_dim=config.model.head_dim,
                 dtype=jnp.dtype(DTYPES[precision.compute]),
                 causal=True,
                 window=config.model.window_size,
                 segments=config.data.reset_attention_mask,
                 dropout=config.model.attention_dropout > 0,
-                blocks=cut.ring > 1,
             ),
             platform,
         )
@@ -143,7 +152,6 @@ class Program:
             self.rules,
             self.batch_layout.num_microbatches,
             self.batch_layout.rows_per_microbatch,
-            self.context,
         )
         self.train_step = jax.jit(
             self._train_step,
@@ -197,8 +205,6 @@ class Program:
     ) -> jax.Array:
         """Final hidden states; ``step`` turns dropout on."""
         config, tokens = self.config, batch["tokens"]
-        length = tokens.shape[1] * self.sizes["context"]
-        own_positions = self.context.own_positions(length)
         randomness = None
         if step is not None and (config.model.hidden_dropout or config.model.attention_dropout):
             randomness = Randomness(
@@ -207,20 +213,32 @@ class Program:
                 seed=config.train.seed,
                 step=step,
                 rows=batch["rows"],
-                positions=own_positions,
+                positions=jnp.arange(tokens.shape[1], dtype=jnp.int32),
             )
-        attend = self.context.attend(
-            length,
-            scale=1 / math.sqrt(config.model.head_dim),
-            window=config.model.window_size,
-            segment_ids=batch.get("segment_ids"),
-            backend=self.attention_backend,
-        )
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, dropout: AttentionDropout | None
+        ) -> jax.Array:
+            return dot_product_attention(
+                q,
+                k,
+                v,
+                scale=1 / math.sqrt(config.model.head_dim),
+                causal=True,
+                window=config.model.window_size,
+                segment_ids=batch.get("segment_ids"),
+                dropout=dropout,
+                backend=self.attention_backend,
+            )
+
         return self.model.hidden(
             copies,
             self.plan.fetch,
             tokens,
-            batch.get("position_ids", own_positions),
+            positions,
             self.region,
             attend,
             randomness=randomness,
@@ -352,15 +370,13 @@ class Program:
     def _next_token_logits(self, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
         """fp32 logits ``[b, vocab_size]`` of the token after position ``last [b]``.
 
-        ``tokens [b, s]`` are the same on every device, which takes its part of the sequence.
+        ``tokens [b, s]`` are the same on every device.
         """
 
         def local(params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
             copies = self.plan.copies(params)
-            positions = self.context.own_positions(tokens.shape[1])
-            x = self._hidden(copies, {"tokens": tokens[:, positions]})
-            is_last = positions == last[:, None]
-            x = self.region.sum(jnp.where(is_last[..., None], x, 0).sum(axis=1), ("context",))
+            x = self._hidden(copies, {"tokens": tokens})
+            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
             weight = self.model.output_weight(copies, self.plan.fetch)
             return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
 

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.linear import linear
 from jaxtron.layers.norm import Norm
-from jaxtron.layers.parameter import normal, zeros
+from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.layers.rope import apply_rotary
 from jaxtron.models.config import ModelConfig
 
@@ -24,12 +24,26 @@ class Attention(nnx.Module):
         self.config = config
         embed, heads = config.hidden_size, config.num_attention_heads
         groups, channels, std = config.query_groups, config.head_dim, config.init_method_std
-        self.query = normal(rngs, (embed, heads, channels), ("embed", "heads", "head_dim"), std)
+        self.query = normal(
+            rngs,
+            (embed, heads, channels),
+            ("embed", "heads", "head_dim"),
+            std,
+            product=Product("qkv"),
+        )
         self.key_value = normal(
-            rngs, (embed, 2, groups, channels), ("embed", None, "kv_heads", "head_dim"), std
+            rngs,
+            (embed, 2, groups, channels),
+            ("embed", None, "kv_heads", "head_dim"),
+            std,
+            product=Product("qkv"),
         )
         self.output = normal(
-            rngs, (heads, channels, embed), ("heads", "head_dim", "embed"), output_std
+            rngs,
+            (heads, channels, embed),
+            ("heads", "head_dim", "embed"),
+            output_std,
+            product=Product("output", inputs=2),
         )
         if config.add_bias_linear or config.add_qkv_bias:
             self.query_bias = zeros((heads, channels), ("heads", "head_dim"))
@@ -47,14 +61,14 @@ class Attention(nnx.Module):
         """
         region, groups = inputs.region, self.config.query_groups
         x = region.gather_sequence(x)
-        query_w = self.query[...]
+        query_w = self.query.get_value()
         heads = query_w.shape[1]
         split = heads < self.config.num_attention_heads
 
         def own_groups(w: jax.Array, axis: int) -> jax.Array:
             return region.own_groups(w, groups, axis) if split else w
 
-        q, key_value = linear(x, [query_w, self.key_value[...]], own=[None, (own_groups, 1)])
+        q, key_value = linear(x, [query_w, self.key_value.get_value()], own=[None, (own_groups, 1)])
         k, v = (t.squeeze(2) for t in lax.split(key_value, (1, 1), axis=2))
         if self.config.add_bias_linear or self.config.add_qkv_bias:
             bias = own_groups(self.key_value_bias[...], axis=1).astype(x.dtype)
@@ -69,7 +83,7 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
         core = inputs.attend(q, k, v, drop)
-        (y,) = linear(core, [self.output[...]], inputs=2)
+        (y,) = linear(core, [self.output.get_value()], inputs=2)
         y = region.reduce_sequence(y, partial=split)
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)

@@ -4,6 +4,8 @@ Layers call :func:`linear` and nothing else for them. What the backward pass kee
 the given weights themselves, never a form of a weight made here: a joined one would be kept a
 second time by every layer, and the pipeline executor knows weights among a microbatch's residuals
 by identity.
+
+A weight may come in FP8 (``precision.fp8``); the layers do not notice.
 """
 
 import functools
@@ -14,6 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtron.precision.fp8_product import fp8_linear
+from jaxtron.precision.fp8_weight import Fp8Weight
+
+Weight = jax.Array | Fp8Weight
 Own = tuple[Callable[[jax.Array, int], jax.Array], int]
 """``(select, dim)``: this device's part of a weight is ``select(weight, axis of dim)``, where
 ``dim`` counts the weight's output dimensions. ``select`` only moves data and is linear."""
@@ -21,7 +27,7 @@ Own = tuple[Callable[[jax.Array, int], jax.Array], int]
 
 def linear(
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Weight],
     *,
     inputs: int = 1,
     own: Sequence[Own | None] | None = None,
@@ -30,7 +36,7 @@ def linear(
 
     Args:
         x: ``[..., *in]``.
-        weights: ``[*in, *out_i]`` each, in the dtype of ``x``.
+        weights: ``[*in, *out_i]`` each, in the dtype of ``x``; or all in FP8, of one product.
         inputs: number of ``in`` dimensions, which are summed over.
         own: per weight, which part of it this device uses; None: the whole.
 
@@ -38,10 +44,14 @@ def linear(
         ``[..., *out_i]`` per weight.
     """
     parts = tuple(own) if own is not None else (None,) * len(weights)
-    if len(weights) == 1 and parts == (None,):
+    fp8 = [w for w in weights if isinstance(w, Fp8Weight)]
+    if fp8:
+        return fp8_linear(x, fp8, inputs=inputs, own=parts)
+    arrays = [w for w in weights if not isinstance(w, Fp8Weight)]
+    if len(arrays) == 1 and parts == (None,):
         # The derivative keeps x and the weight as it is.
-        return (_contract_inputs(x, weights[0], inputs),)
-    return _joined_product(inputs, parts, x, tuple(weights))
+        return (_contract_inputs(x, arrays[0], inputs),)
+    return _joined_product(inputs, parts, x, tuple(arrays))
 
 
 def _contract_inputs(x: jax.Array, weight: jax.Array, inputs: int) -> jax.Array:

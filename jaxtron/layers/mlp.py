@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.inputs import LayerInputs
 from jaxtron.layers.linear import linear
-from jaxtron.layers.parameter import normal, zeros
+from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.models.config import ModelConfig
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -33,9 +33,15 @@ class MLP(nnx.Module):
         embed, inner, parts = config.hidden_size, config.ffn_hidden_size, 1 + config.gated
         # [:, 0] is the gate of a gated activation, the last the up projection
         self.up = normal(
-            rngs, (embed, parts, inner), ("embed", None, "mlp"), config.init_method_std
+            rngs,
+            (embed, parts, inner),
+            ("embed", None, "mlp"),
+            config.init_method_std,
+            product=Product("up"),
         )
-        self.down = normal(rngs, (inner, embed), ("mlp", "embed"), output_std)
+        self.down = normal(
+            rngs, (inner, embed), ("mlp", "embed"), output_std, product=Product("down")
+        )
         if config.add_bias_linear:
             self.up_bias = zeros((parts, inner), (None, "mlp"))
             self.down_bias = zeros((embed,), ("embed",))
@@ -43,14 +49,14 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
         x = inputs.region.gather_sequence(x)
-        (u,) = linear(x, [self.up[...]])
+        (u,) = linear(x, [self.up.get_value()])
         if self.config.add_bias_linear:
             u = u + self.up_bias[...].astype(u.dtype)
         u = checkpoint_name(u, "mlp_up")
         act = ACTIVATIONS[self.config.activation]
         u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
         u = checkpoint_name(u, "mlp_act")
-        (y,) = linear(u, [self.down[...]])
+        (y,) = linear(u, [self.down.get_value()])
         y = inputs.region.reduce_sequence(y, partial=u.shape[-1] < self.config.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)

@@ -1,11 +1,14 @@
 """Parameters with named dimensions.
 
 Every parameter is an ``nnx.Param`` whose metadata key ``logical`` names its dimensions; the table
-in ``jaxtron/mesh/rules.py`` maps the names to mesh axes. (Flax's own ``sharding`` key is not used:
+in ``jaxtron/mesh/rules.py`` maps the names to mesh axes. A weight of a matrix product that
+``precision.fp8`` applies to says so in ``product``. (Flax's own ``sharding`` key is not used:
 it makes Flax place arrays eagerly on a mesh.)
 
 Initial values follow Megatron: N(0, std) for weights, 0 for biases, 1 for norm weights.
 """
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +17,26 @@ from flax import nnx
 LogicalAxes = tuple[str | None, ...]
 
 
+@dataclass(frozen=True)
+class Product:
+    """The matrix product that a weight takes part in (``jaxtron/layers/linear.py``).
+
+    Attributes:
+        name: of the product within its module; weights multiplied together share it.
+        inputs: leading dimensions of the weight that are summed over.
+    """
+
+    name: str
+    inputs: int = 1
+
+
 def normal(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
     logical: LogicalAxes,
     std: float,
     drawn_rows: int | None = None,
+    product: Product | None = None,
 ) -> nnx.Param:
     """Weight drawn from N(0, std) in fp32.
 
@@ -30,12 +47,13 @@ def normal(
         std: standard deviation.
         drawn_rows: rows of the first dimension that are drawn; the rest (padding) is zero, so that
             the drawn values do not depend on the padding.
+        product: the product of :func:`jaxtron.layers.linear.linear` it is for; None: another use.
     """
     rows = shape[0] if drawn_rows is None else drawn_rows
     value = std * jax.random.normal(rngs.params(), (rows, *shape[1:]), jnp.float32)
     if rows != shape[0]:
         value = jnp.pad(value, [(0, shape[0] - rows)] + [(0, 0)] * (len(shape) - 1))
-    return nnx.Param(value, logical=logical)
+    return nnx.Param(value, logical=logical, product=product)
 
 
 def zeros(shape: tuple[int, ...], logical: LogicalAxes) -> nnx.Param:

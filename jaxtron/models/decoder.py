@@ -11,7 +11,7 @@ from jaxtron.layers.embedding import Embedding
 from jaxtron.layers.inputs import Attend, LayerInputs, LayerNumber, Randomness
 from jaxtron.layers.layer_loop import run_layers
 from jaxtron.layers.norm import Norm
-from jaxtron.layers.parameter import normal
+from jaxtron.layers.parameter import Product, normal
 from jaxtron.layers.remat import Remat
 from jaxtron.layers.rope import rotary_tables
 from jaxtron.layers.transformer_layer import TransformerLayer
@@ -42,6 +42,8 @@ class Decoder:
     :class:`jaxtron.models.model.Model`.
 
     Attributes:
+        products: per weight of a layer (``attention/query``) that goes through
+            :func:`jaxtron.layers.linear.linear`, its product.
         layer_class: module of a layer, constructed as ``layer_class(config, rngs)`` and called as
             ``layer(x, inputs, number)``; a subclass may set another.
     """
@@ -60,6 +62,7 @@ class Decoder:
         self._graphs: dict[str, Any] = {}
         self.shapes: Params = {}
         self.logical: Params = {}
+        self.products: dict[str, Product] = {}
         for part, build in self._build.items():
             abstract = nnx.eval_shape(lambda build=build: build(nnx.Rngs(params=0)))
             self._graphs[part], state = nnx.split(abstract, nnx.Param)
@@ -75,7 +78,10 @@ class Decoder:
                 node = names
                 for entry in path[:-1]:
                     node = node.setdefault(str(entry), {})
-                logical = tuple(variable.get_metadata("logical"))
+                metadata = variable.get_metadata()
+                logical = tuple(metadata["logical"])
+                if stack and metadata.get("product") is not None:
+                    self.products["/".join(map(str, path))] = metadata["product"]
                 node[str(path[-1])] = ("layers", *logical) if stack else logical
             self.logical[part] = names
 

@@ -19,6 +19,15 @@ from jaxtron.parallel.data_sharding import (
 )
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.region import Region
+from jaxtron.precision.fp8_plan import Fp8Plan
+from jaxtron.precision.fp8_weight import (
+    accumulate,
+    is_fp8,
+    map_gradients,
+    trainable,
+    weight_gradients,
+    with_trainable,
+)
 
 Params = dict[str, Any]
 # (copies, microbatch) -> (piece of the objective, pieces to report)
@@ -39,6 +48,7 @@ class GradientPlan:
         data_sharding: ``parallel.data_sharding``.
         reduce_dtype: dtype of gradient sums over devices.
         unroll: whether the layer loop is unrolled; copies then hold a list of layers.
+        fp8: FP8 in the layers, or None.
     """
 
     layouts: Params
@@ -46,6 +56,7 @@ class GradientPlan:
     data_sharding: DataSharding
     reduce_dtype: Any
     unroll: bool
+    fp8: Fp8Plan | None = None
 
     @property
     def gathers_in_layer(self) -> bool:
@@ -69,10 +80,15 @@ class GradientPlan:
     def copies(self, params: Params) -> Params:
         """What layers read: gathered copies, or under ZeRO-3 the stored shards."""
         listed = self._listed(params)
-        if self.gathers_in_layer:
-            return listed
         layouts = self._listed_layouts(len(listed["layers"]))
-        return _map(lambda lay, w: gather_copy(w, lay), layouts, listed)
+        if self.fp8 is not None:
+            layers = self.fp8.weights(params["layers"], listed["layers"], None)
+            listed = {**listed, "layers": layers}
+
+        def copy(layout: ParamLayout, w: Any) -> Any:
+            return w if self.gathers_in_layer or is_fp8(w) else gather_copy(w, layout)
+
+        return _map(copy, layouts, listed)
 
     def fetch(self, part: str, weights: Params) -> Params:
         """Weights of ``part`` as a layer uses them; see :class:`jaxtron.models.decoder.Decoder`."""
@@ -82,7 +98,9 @@ class GradientPlan:
         if part == "layers":
             layouts = _map(ParamLayout.unstacked, layouts)
 
-        def gathered(layout: ParamLayout, w: jax.Array) -> jax.Array:
+        def gathered(layout: ParamLayout, w: Any) -> Any:
+            if self.fp8 is not None and is_fp8(w):
+                return self.fp8.fetch(layout, w)
             return checkpoint_name(gather_weight(w, layout, self.reduce_dtype), GATHERED_WEIGHT)
 
         return _map(gathered, layouts, weights)
@@ -104,15 +122,20 @@ class GradientPlan:
         copies = self.copies(params)
         layouts = self._listed_layouts(len(copies["layers"]))
         each_microbatch = self.data_sharding == "optim_grads"
-        gradient = jax.grad(objective, has_aux=True)
+        gradient = jax.grad(
+            lambda part, microbatch: objective(with_trainable(copies, part), microbatch),
+            has_aux=True,
+        )
 
         def scatter(g: Params) -> Params:
             if self.gathers_in_layer:
-                return jax.tree.map(lambda a: a.astype(jnp.float32), g)
-            return _map(lambda lay, a: scatter_gradient(a, lay, self.reduce_dtype), layouts, g)
+                return map_gradients(lambda a: a.astype(jnp.float32), g)
+            return map_gradients(
+                lambda a, lay: scatter_gradient(a, lay, self.reduce_dtype), g, layouts
+            )
 
         def one(microbatch: Any) -> tuple[Params, Any]:
-            g, reports = gradient(copies, microbatch)
+            g, reports = gradient(trainable(copies), microbatch)
             if each_microbatch or self.gathers_in_layer:
                 g = scatter(g)
             return g, reports
@@ -126,12 +149,12 @@ class GradientPlan:
             start = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
 
             def body(total: Any, microbatch: Any) -> Any:
-                add = lambda t, v: t + v.astype(jnp.float32)  # noqa: E731
-                return jax.tree.map(add, total, one(microbatch)), None
+                return accumulate(total, one(microbatch)), None
 
             (grads, reports), _ = lax.scan(body, start, microbatches)
         if not (each_microbatch or self.gathers_in_layer):
             grads = scatter(grads)
+        grads = weight_gradients(grads)
         grads = _map(
             lambda lay, g: sum_gradient(g, lay, self.region, self.reduce_dtype), layouts, grads
         )

@@ -40,8 +40,7 @@ def _forward(program: Program, params: Any, batch: Mapping[str, Any], step: Any,
     )
     out = jax.jit(function)(params, placed, step)
     out = np.asarray(jax.device_get(out))
-    out = out.reshape(-1, *out.shape[2:])
-    return out[:, np.argsort(program.context.layout.order(out.shape[1]))]
+    return out.reshape(-1, *out.shape[2:])
 
 
 def hidden(

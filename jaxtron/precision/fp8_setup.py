@@ -1,0 +1,123 @@
+"""The FP8 plan that a configuration asks for."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxtron.errors import ConfigError
+from jaxtron.layers.parameter import Product
+from jaxtron.mesh.axes import AXES
+from jaxtron.mesh.rules import LogicalRules
+from jaxtron.parallel.param_layout import ParamLayout, is_layout
+from jaxtron.parallel.region import Region
+from jaxtron.precision.checks import check_device
+from jaxtron.precision.config import PrecisionConfig
+from jaxtron.precision.fp8_layers import exceptions
+from jaxtron.precision.fp8_plan import Fp8Plan
+from jaxtron.precision.fp8_weight import Fp8Recipe, Fp8Site
+from jaxtron.precision.quantise import E4M3, E5M2
+
+
+def make_fp8_plan(
+    config: PrecisionConfig,
+    *,
+    products: Mapping[str, Product] | None,
+    layouts: Any,
+    num_layers: int,
+    rules: LogicalRules,
+    region: Region,
+    gathers_in_layer: bool,
+    reduce_dtype: Any,
+    device: jax.Device,
+) -> Fp8Plan | None:
+    """The plan of ``precision.fp8``; None without FP8.
+
+    Args:
+        config: the section.
+        products: per weight of a layer (``attention/query``), its product; None: the model has
+            none.
+        layouts: of the layers' parameters, layers in the first dimension.
+        num_layers: layers of the model.
+        rules: the logical-axis table.
+        region: the manual region.
+        gathers_in_layer: weights are gathered where they are used.
+        reduce_dtype: dtype of gradient sums over devices.
+        device: one of the devices.
+
+    Raises:
+        ConfigError: the device, the model or the exceptions leave nothing to do in FP8.
+    """
+    if config.fp8 is None:
+        return None
+    check_device(config, device)
+    if not products:
+        raise ConfigError(
+            f"precision.fp8 is {config.fp8}, but the model names no matrix products: its weights "
+            "need product=Product(...) (jaxtron/layers/parameter.py); or set precision.fp8 to null"
+        )
+    recipe = Fp8Recipe(
+        forward=E4M3,
+        backward=E5M2 if config.fp8_format == "hybrid" else E4M3,
+        backend="xla",
+        on_gpu=device.platform != "cpu",
+    )
+    within = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): layout.unstacked()
+        for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
+    }
+    names = {path: _full_name(path, product) for path, product in products.items()}
+    kept = exceptions(config, names.values(), num_layers)
+    whole = {name for name in names.values() if all((i, name) in kept for i in range(num_layers))}
+    shared = list(rules.axes("sequence"))
+    if config.fp8_amax_scope == "global":
+        shared += rules.axes("batch")
+    sites = {}
+    for path, product in products.items():
+        if names[path] in whole:
+            continue
+        together = [p for p in products if names[p] == names[path]]
+        sites[path] = Fp8Site(
+            name=names[path],
+            inputs=product.inputs,
+            recipe=recipe,
+            input_axes=_axes(region, shared, [within[p] for p in together], product, inputs=True),
+            gradient_axes=_axes(
+                region, shared, [within[p] for p in together], product, inputs=False
+            ),
+        )
+    return Fp8Plan(
+        sites=sites,
+        layouts={path: within[path] for path in sites},
+        bf16=frozenset(pair for pair in kept if pair[1] not in whole),
+        region=region,
+        gathers_in_layer=gathers_in_layer,
+        reduce_dtype=reduce_dtype,
+    )
+
+
+def _full_name(path: str, product: Product) -> str:
+    module = path.rpartition("/")[0]
+    return f"{module}/{product.name}" if module else product.name
+
+
+def _axes(
+    region: Region,
+    shared: Sequence[str],
+    layouts: Sequence[ParamLayout],
+    product: Product,
+    *,
+    inputs: bool,
+) -> tuple[str, ...]:
+    """Mesh axes that split the product's input, or the gradient of its output.
+
+    They are those that split the weight's input dimensions, or its output dimensions, and
+    ``shared``.
+    """
+    used = set(shared)
+    for layout in layouts:
+        dims = (
+            layout.model_axes[: product.inputs] if inputs else layout.model_axes[product.inputs :]
+        )
+        used |= {axis for axes in dims for axis in axes}
+    return region.live([axis for axis in AXES if axis in used])

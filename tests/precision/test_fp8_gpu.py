@@ -1,0 +1,60 @@
+"""FP8 products in hardware: the same numbers as NumPy's, and FP8 GEMMs in the compiled program."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxtron.layers.linear import linear
+from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Site, Fp8Weight
+from jaxtron.precision.quantise import E4M3, E5M2, amax, quantise, scale_of
+from tests.precision import emulation
+
+pytestmark = pytest.mark.gpu
+
+M, K, N = 256, 128, 512
+
+
+def bf16(*shape: int, seed: int) -> np.ndarray:
+    """Random numbers that bf16 holds, as fp32."""
+    x = np.random.default_rng(seed).standard_normal(shape).astype(ml_dtypes.bfloat16)
+    return x.astype(np.float32)
+
+
+def error(actual: Any, expected: np.ndarray) -> float:
+    actual = np.asarray(actual, np.float64)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("backward", ["e5m2", "e4m3"])
+def test_xla_products_equal_numpy_and_are_fp8_in_the_program(backward: str) -> None:
+    x, w, g = bf16(M, K, seed=0), bf16(K, N, seed=1), bf16(M, N, seed=2) * 2.0**-20
+    fmt = E5M2 if backward == "e5m2" else E4M3
+    site = Fp8Site("test", 1, Fp8Recipe(E4M3, fmt, "xla", on_gpu=True), (), ())
+
+    def products(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        scale = scale_of(amax(w), E4M3)
+        bits = quantise(w, scale, E4M3)
+        weight = Fp8Weight(bits, bits.T, scale, None, Fp8Gradient(jnp.zeros((K, N)), None), site)
+        (y,), vjp = jax.vjp(
+            lambda x, gradient: linear(x, [dataclasses.replace(weight, gradient=gradient)]),
+            x,
+            weight.gradient,
+        )
+        dx, dw = vjp((g,))
+        return y, dx, dw.weight
+
+    arguments = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w), jnp.asarray(g, jnp.bfloat16)
+    with jax.default_matmul_precision("default"):
+        compiled = jax.jit(products).lower(*arguments).compile()
+    calls = re.findall(r'custom_call_target="(__cublas[^"]*)"', compiled.as_text())
+    assert calls == ["__cublas$lt$matmul$f8"] * 3
+    for actual, expected in zip(
+        compiled(*arguments), emulation.linear(x, w, g, backward), strict=True
+    ):
+        assert error(actual.astype(jnp.float32), expected) < 2e-3

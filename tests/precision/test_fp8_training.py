@@ -1,0 +1,231 @@
+"""Training with ``precision.fp8``: parity on meshes, exceptions, what is gathered, refusals."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtron.errors import ConfigError
+from jaxtron.precision.fp8_weight import is_fp8
+from jaxtron.program import Program
+from tests.parity.harness import (
+    assert_close_leaves,
+    initial_state,
+    make_batch,
+    make_config,
+    rows_of,
+    run,
+)
+
+MODEL = {"num_layers": 2}
+
+
+def program(
+    precision: dict[str, Any], parallel: dict[str, Any] | None = None, **sections: Any
+) -> Program:
+    raw = {"fp8": "current", **precision}
+    model = {**MODEL, **sections.pop("model", {})}
+    config = make_config(model=model, parallel=parallel, precision=raw, **sections)
+    count = int(np.prod([v for v in (parallel or {}).values() if type(v) is int], initial=1))
+    return Program(config, jax.devices()[:count])
+
+
+@functools.lru_cache
+def on_one_device(scope: str, microbatches: int) -> tuple[float, Any]:
+    precision = {"fp8": None} if scope == "none" else {"fp8_amax_scope": scope}
+    return gradients(program(precision, train={"num_microbatches": microbatches}))
+
+
+def gradients(p: Program) -> tuple[float, Any]:
+    params = initial_state(p)["params"]
+    loss, _, grads = jax.jit(p.loss_and_gradients)(params, rows_of(p, make_batch(p.config)))
+    return float(loss), jax.tree.map(np.asarray, grads)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train"),
+    [
+        ({"tensor": 2, "data": 2}, {"num_microbatches": 2}),
+        (
+            {"fsdp": 2, "tensor": 2, "sequence_parallel": False},
+            {"num_microbatches": 2, "layer_loop": "unroll"},
+        ),
+        (
+            {"fsdp": 4, "tensor": 2, "data_sharding": "optim_grads_params"},
+            {"num_microbatches": 2},
+        ),
+        (
+            {"data": 2, "fsdp": 2, "data_sharding": "optim_grads"},
+            {"num_microbatches": 2, "layer_loop": "unroll", "recompute": "full"},
+        ),
+    ],
+)
+def test_with_global_scope_a_mesh_equals_one_device(
+    parallel: dict[str, Any], train: dict[str, Any]
+) -> None:
+    expected = on_one_device("global", 2)
+    loss, grads = gradients(program({"fp8_amax_scope": "global"}, parallel, train=train))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_close_leaves(grads, expected[1], 1e-3, "gradient")
+
+
+def test_with_tensor_scope_tensor_parallelism_alone_equals_one_device() -> None:
+    expected = on_one_device("tensor", 1)
+    loss, grads = gradients(program({}, {"tensor": 2}))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_close_leaves(grads, expected[1], 1e-3, "gradient")
+
+
+def test_fp8_changes_gradients_by_its_rounding_alone() -> None:
+    exact, fp8 = on_one_device("none", 1), on_one_device("tensor", 1)
+    assert fp8[0] != exact[0]
+    np.testing.assert_allclose(fp8[0], exact[0], rtol=1e-3)
+    up = [g[1]["layers"]["mlp"]["up"] for g in (fp8, exact)]
+    assert 1e-2 < np.linalg.norm(up[0] - up[1]) / np.linalg.norm(up[1]) < 0.2
+
+
+def test_the_loss_falls_as_in_fp32() -> None:
+    losses = {}
+    for fp8 in (None, "current"):
+        p = program(
+            {"fp8": fp8},
+            train={"steps": 8, "layer_loop": "scan"},
+            optimizer={"name": "adamw", "lr": 3e-3, "min_lr": 3e-3},
+        )
+        state, batch = initial_state(p), rows_of(p, make_batch(p.config, ragged=False))
+        for _ in range(8):
+            state, metrics = p.train_step(state, batch)
+        losses[fp8] = float(metrics["loss"])
+    assert losses["current"] < 3.9
+    assert losses["current"] == pytest.approx(losses[None], rel=0.02)
+
+
+def products(p: Program) -> list[set[str]]:
+    """Names of the FP8 weights of every layer."""
+    found: list[set[str]] = []
+
+    def local(params: Any) -> Any:
+        layers = p.plan.copies(params)["layers"]
+        for layer in layers:
+            leaves = jax.tree_util.tree_leaves_with_path(layer, is_leaf=is_fp8)
+            names = {
+                jax.tree_util.keystr(path, simple=True, separator="/")
+                for path, leaf in leaves
+                if is_fp8(leaf)
+            }
+            found.append(names)
+        return 0
+
+    shapes = jax.eval_shape(p.init_state)["params"]
+    jax.eval_shape(p._manual(local, (p.specs,), jax.sharding.PartitionSpec()), shapes)
+    return found
+
+
+ALL = {"attention/query", "attention/key_value", "attention/output", "mlp/up", "mlp/down"}
+
+
+def test_first_and_last_layers_and_single_products_stay_out() -> None:
+    p = program(
+        {
+            "first_last_layers_bf16": True,
+            "num_layers_at_end_in_bf16": 2,
+            "fp8_exceptions": ["*/mlp/down", "2/attention/qkv"],
+        },
+        model={"num_layers": 5},
+        train={"layer_loop": "auto"},
+    )
+    most = ALL - {"mlp/down"}
+    assert products(p) == [
+        set(),
+        most,
+        most - {"attention/query", "attention/key_value"},
+        set(),
+        set(),
+    ]
+
+
+def test_exceptions_of_all_layers_leave_the_exact_gradient_of_those_products() -> None:
+    everything_but_down = ["*/attention/*", "*/mlp/up"]
+    exact = on_one_device("none", 1)
+    mixed = gradients(program({"fp8_exceptions": everything_but_down}))
+    assert mixed[0] != exact[0]
+    np.testing.assert_allclose(mixed[0], exact[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+def test_weights_are_gathered_in_fp8(level: str) -> None:
+    p = program({}, {"fsdp": 4, "data_sharding": level}, train={"layer_loop": "unroll"})
+    state, batch = p.abstract_state(), rows_of(p, make_batch(p.config))
+    text = p.train_step.lower(state, batch).as_text()
+    gathered = re.findall(r"all_gather.*?\(tensor<([\dx]+)x(\w+)>\) -> ", text, re.S)
+    sizes = {dtype: 0 for _, dtype in gathered}
+    for shape, dtype in gathered:
+        sizes[dtype] += int(np.prod([int(n) for n in shape.split("x")]))
+    products_size = 2 * (64 * (64 + 2 * 2 * 8) + 64 * 64 + 3 * 64 * 128) // 4
+    passes = 2 if level == "optim_grads_params" else 1
+    assert sizes["ui8"] == passes * products_size
+    assert sizes["f32"] == 2 * 104 * 64 // 4  # embedding and output layer
+
+
+def test_scopes_reduce_over_the_axes_that_split_the_operands() -> None:
+    axes = {
+        scope: {
+            name: (site.input_axes, site.gradient_axes)
+            for name, site in program(
+                {"fp8_amax_scope": scope}, {"data": 2, "fsdp": 2, "tensor": 2}
+            ).plan.fp8.sites.items()
+        }
+        for scope in ("tensor", "global")
+    }
+    assert axes["tensor"]["mlp/up"] == ((), ("tensor",))
+    assert axes["tensor"]["mlp/down"] == (("tensor",), ())
+    assert axes["tensor"]["attention/query"] == ((), ("tensor",))
+    assert axes["tensor"]["attention/output"] == (("tensor",), ())
+    assert axes["global"]["mlp/up"] == (("data", "fsdp"), ("data", "fsdp", "tensor"))
+
+
+def test_training_steps_run_on_a_mesh_with_replicas_alike() -> None:
+    result = run(program({}, {"fsdp": 2, "tensor": 2, "data_sharding": "optim_grads"}), steps=2)
+    assert all(np.isfinite(m["grad_norm"]) for m in result["metrics"])
+
+
+@pytest.mark.parametrize(
+    ("precision", "sections", "message"),
+    [
+        ({"fp8": "mxfp8"}, {}, "mxfp8.*Blackwell"),
+        ({"fp8": "nvfp4"}, {}, "nvfp4.*Blackwell"),
+        ({"fp8": "blockwise"}, {}, "blockwise.*cuBLASLt"),
+        (
+            {"first_last_layers_bf16": True},
+            {},
+            "1 \\+ 1 layers in bf16, which is all 2",
+        ),
+        ({"fp8_exceptions": ["*/mlp/gate"]}, {}, "'\\*/mlp/gate' names no product.*mlp/up"),
+        ({"fp8_exceptions": ["*/*"]}, {}, "leave no product in FP8"),
+        (
+            {"fp8_exceptions": ["1/mlp/up"]},
+            {"train": {"layer_loop": "scan"}},
+            "train.layer_loop to unroll",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    precision: dict[str, Any], sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        program(precision, **sections)
+
+
+def test_a_gpu_without_fp8_is_refused() -> None:
+    from types import SimpleNamespace
+
+    from jaxtron.precision.checks import check_device
+
+    ampere = SimpleNamespace(platform="gpu", compute_capability="8.0", device_kind="A100")
+    config = make_config(precision={"fp8": "current"}).precision
+    with pytest.raises(ConfigError, match="A100 .*8.0.* no FP8 tensor cores"):
+        check_device(config, ampere)
+    check_device(config, SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind=""))
