@@ -21,10 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtron.config.batch import batch_layout
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate_for_training
-from jaxtron.kernels.attention import choose_backend, dot_product_attention
+from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
-from jaxtron.layers.dropout import AttentionDropout
 from jaxtron.layers.inputs import Randomness
 from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
@@ -36,6 +35,8 @@ from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
 from jaxtron.parallel.batch import batch_placement
+from jaxtron.parallel.context.attention import ContextAttention
+from jaxtron.parallel.context.layout import context_layout
 from jaxtron.parallel.microbatches import GradientPlan
 from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.parallel.region import Region
@@ -113,19 +114,23 @@ class Program:
                 device=devices[0],
             ),
         )
+        cut = context_layout(parallel, self.sizes["context"])
+        self.context = ContextAttention(cut, gather=parallel.context_strategy == "all_gather")
+        heads_split = self.rules.size("heads") * cut.all_to_all
         self.attention_backend = choose_backend(
             config.model.attention_backend,
             AttentionSpec(
-                query_length=config.data.seq_length,
-                key_length=config.data.seq_length,
-                num_heads=config.model.num_attention_heads // self.rules.size("heads"),
-                num_query_groups=max(1, config.model.query_groups // self.rules.size("heads")),
+                query_length=config.data.seq_length // cut.chunks,
+                key_length=config.data.seq_length // cut.chunks,
+                num_heads=config.model.num_attention_heads // heads_split,
+                num_query_groups=max(1, config.model.query_groups // heads_split),
                 head_dim=config.model.head_dim,
                 dtype=jnp.dtype(DTYPES[precision.compute]),
                 causal=True,
                 window=config.model.window_size,
                 segments=config.data.reset_attention_mask,
                 dropout=config.model.attention_dropout > 0,
+                blocks=cut.ring > 1,
             ),
             platform,
         )
@@ -152,6 +157,7 @@ class Program:
             self.rules,
             self.batch_layout.num_microbatches,
             self.batch_layout.rows_per_microbatch,
+            self.context,
         )
         self.train_step = jax.jit(
             self._train_step,
@@ -205,6 +211,8 @@ class Program:
     ) -> jax.Array:
         """Final hidden states; ``step`` turns dropout on."""
         config, tokens = self.config, batch["tokens"]
+        length = tokens.shape[1] * self.sizes["context"]
+        own_positions = self.context.own_positions(length)
         randomness = None
         if step is not None and (config.model.hidden_dropout or config.model.attention_dropout):
             randomness = Randomness(
@@ -213,32 +221,20 @@ class Program:
                 seed=config.train.seed,
                 step=step,
                 rows=batch["rows"],
-                positions=jnp.arange(tokens.shape[1], dtype=jnp.int32),
+                positions=own_positions,
             )
-        positions = batch.get("position_ids")
-        if positions is None:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-
-        def attend(
-            q: jax.Array, k: jax.Array, v: jax.Array, dropout: AttentionDropout | None
-        ) -> jax.Array:
-            return dot_product_attention(
-                q,
-                k,
-                v,
-                scale=1 / math.sqrt(config.model.head_dim),
-                causal=True,
-                window=config.model.window_size,
-                segment_ids=batch.get("segment_ids"),
-                dropout=dropout,
-                backend=self.attention_backend,
-            )
-
+        attend = self.context.attend(
+            length,
+            scale=1 / math.sqrt(config.model.head_dim),
+            window=config.model.window_size,
+            segment_ids=batch.get("segment_ids"),
+            backend=self.attention_backend,
+        )
         return self.model.hidden(
             copies,
             self.plan.fetch,
             tokens,
-            positions,
+            batch.get("position_ids", own_positions),
             self.region,
             attend,
             randomness=randomness,
@@ -370,13 +366,15 @@ class Program:
     def _next_token_logits(self, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
         """fp32 logits ``[b, vocab_size]`` of the token after position ``last [b]``.
 
-        ``tokens [b, s]`` are the same on every device.
+        ``tokens [b, s]`` are the same on every device, which takes its part of the sequence.
         """
 
         def local(params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
             copies = self.plan.copies(params)
-            x = self._hidden(copies, {"tokens": tokens})
-            x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+            positions = self.context.own_positions(tokens.shape[1])
+            x = self._hidden(copies, {"tokens": tokens[:, positions]})
+            is_last = positions == last[:, None]
+            x = self.region.sum(jnp.where(is_last[..., None], x, 0).sum(axis=1), ("context",))
             weight = self.model.output_weight(copies, self.plan.fetch)
             return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
 

@@ -229,15 +229,92 @@ def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:
 def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
     seq_length, context, tensor = config.data.seq_length, axes["context"], axes["tensor"]
     sequence_parallel = config.parallel.sequence_parallel is not False and tensor > 1
-    split = context * (tensor if sequence_parallel else 1)
+    # two chunks of the sequence on each member of context, their sum split over tensor
+    needs, over = [1], []
+    if context > 1:
+        needs.append(2 * context)
+        over.append(f"2 × parallel.context {context} (two chunks a device)")
+    if sequence_parallel:
+        needs.append(context * tensor)
+        shown = f"parallel.context {context} × " if context > 1 else ""
+        over.append(f"{shown}parallel.tensor {tensor} (sequence parallelism)")
+    split = math.lcm(*needs)
     if seq_length % split:
-        over = [f"parallel.context {context}"] if context > 1 else []
-        over += [f"parallel.tensor {tensor} (sequence parallelism)"] if sequence_parallel else []
         yield (
-            f"data.seq_length {seq_length} is not a multiple of {' × '.join(over)}: set "
+            f"data.seq_length {seq_length} is not a multiple of {' and of '.join(over)}: set "
             f"data.seq_length to {_or(_multiples_near(seq_length, split))}"
             + (", or parallel.sequence_parallel to false" if sequence_parallel else "")
         )
+
+
+def _context_strategy_fits(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, context = config.parallel, axes["context"]
+    strategy, exchanging = parallel.context_strategy, parallel.context_all_to_all
+    if strategy != "hierarchical" and exchanging is not None:
+        yield (
+            f"parallel.context_all_to_all is {exchanging} but parallel.context_strategy is "
+            f"{strategy}: set parallel.context_strategy to hierarchical, or "
+            "parallel.context_all_to_all to null"
+        )
+        return
+    if context == 1:
+        return
+    if axes["pipeline"] > 1 and strategy in ("ring", "hierarchical"):
+        yield (
+            f"parallel.context_strategy is {strategy} and parallel.pipeline is {axes['pipeline']}: "
+            "a ring passes blocks by a collective-permute, which hangs on GPUs inside the branches "
+            "of a pipeline stage: set parallel.context_strategy to all_gather or all_to_all, or "
+            "parallel.pipeline to 1"
+        )
+    heads, groups = _attention_heads_per_device(config, axes)
+    fitting = [d for d in _divisors(context) if heads % d == 0 and groups % d == 0]
+    have = f"{heads} query heads and {groups} key/value groups"
+    if strategy == "hierarchical":
+        inner = [d for d in fitting if 1 < d < context]
+        choices = f"parallel.context_all_to_all to {_or(inner)}" if inner else ""
+        other = "parallel.context_strategy to ring or all_gather"
+        fix = f"{choices}, or {other}" if inner else other
+        if exchanging is None:
+            yield (
+                "parallel.context_strategy is hierarchical, but parallel.context_all_to_all is "
+                f"null: it must say how many members exchange heads; set {fix}"
+            )
+        elif context % exchanging or exchanging == context:
+            yield (
+                f"parallel.context_all_to_all {exchanging} does not cut parallel.context {context} "
+                f"in two or more groups: set {fix}"
+            )
+        elif exchanging not in fitting:
+            yield (
+                f"parallel.context_all_to_all {exchanging} does not divide the {have} that a "
+                f"device has after parallel.tensor {axes['tensor']}: set {fix}"
+            )
+    elif strategy == "all_to_all" and context not in fitting:
+        inner = [d for d in fitting if 1 < d < context]
+        hierarchical = (
+            f", or parallel.context_strategy to hierarchical with parallel.context_all_to_all "
+            f"{_or(inner)}"
+            if inner
+            else ""
+        )
+        yield (
+            f"parallel.context_strategy is all_to_all, but parallel.context {context} does not "
+            f"divide the {have} that a device has after parallel.tensor {axes['tensor']}: set "
+            f"parallel.context_strategy to all_gather or ring{hierarchical}"
+        )
+
+
+def _attention_heads_per_device(config: Config, axes: Axes) -> tuple[int, int]:
+    """Query heads and key/value heads of one device, as the rules of the logical axes split them.
+
+    The sizes alone are looked at; rules that do not fit are reported elsewhere.
+    """
+    heads, groups = config.model.num_attention_heads, config.model.query_groups
+    try:
+        split = make_rules(config.parallel.rules, axes).size("heads")
+    except ConfigError:
+        split = axes["tensor"]
+    return max(1, heads // split), max(1, groups // split)
 
 
 def _batch_divides(config: Config, axes: Axes) -> Iterator[str]:
@@ -292,7 +369,7 @@ def _fp8_fits(config: Config, axes: Axes) -> Iterator[str]:
 
 
 def _axes_can_train(config: Config, axes: Axes) -> Iterator[str]:
-    for axis in ("pipeline", "context", "expert"):
+    for axis in ("pipeline", "expert"):
         if axes[axis] > 1:
             yield (
                 f"parallel.{axis} is {axes[axis]}, but training over the {axis} axis is not "
@@ -355,6 +432,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _vocabulary_splits,
     _sequence_parallel_has_tensor,
     _sequence_splits,
+    _context_strategy_fits,
     _recompute_names_exist,
     _batch_divides,
     _layers_fit_stages,

@@ -12,6 +12,8 @@ and 2096 MiB, with at most 64 1.29 ms and 8288 MiB.
 import jax
 import jax.numpy as jnp
 
+from jaxtron.kernels.attention_block import BlockKernel
+from jaxtron.kernels.attention_block_cudnn import CudnnBlockKernel
 from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
 
 
@@ -20,6 +22,7 @@ class CudnnAttention:
 
     name = "cudnn"
     fused = True
+    blocks: BlockKernel = CudnnBlockKernel()
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """bf16 and fp16 on an NVIDIA GPU, without dropout."""
@@ -34,8 +37,11 @@ class CudnnAttention:
             return "cuDNN draws its own dropout mask, which depends on the layout"
         if spec.key_segments:
             return "with segment ids of their own for the keys, a query that sees none is not zero"
-        if spec.segments and (spec.query_length % 2 or spec.key_length % 2):
+        odd = spec.query_length % 2 or spec.key_length % 2
+        if spec.segments and odd:
             return f"packed documents need an even sequence length, not {spec.query_length}"
+        if spec.blocks and spec.window is not None and odd:
+            return f"a window over blocks needs blocks of even length, not {spec.query_length}"
         return None
 
     def __call__(

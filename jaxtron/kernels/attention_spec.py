@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtron.errors import ConfigError
+from jaxtron.kernels.attention_block import BlockKernel
 from jaxtron.layers.dropout import AttentionDropout
 
 
@@ -26,6 +27,8 @@ class AttentionSpec:
         segments: a query sees only keys of its own segment (packed documents).
         key_segments: keys have segment ids of their own, other than the queries'.
         dropout: probabilities are dropped.
+        blocks: computed a block of keys at a time by ``AttentionBackend.blocks``; the lengths are
+            a block's.
 
     Raises:
         ConfigError: a combination that has no meaning.
@@ -42,6 +45,7 @@ class AttentionSpec:
     segments: bool = False
     key_segments: bool = False
     dropout: bool = False
+    blocks: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_query_groups:
@@ -88,10 +92,12 @@ class AttentionBackend(Protocol):
         name: as ``model.attention_backend`` spells it.
         fused: whether the forward pass is one of ``FUSED_ATTENTION`` (``layers/remat.py``), whose
             results stand for ``core_attn``; otherwise the output gets that name.
+        blocks: the same kernel for one block of keys, with results that can be merged.
     """
 
     name: str
     fused: bool
+    blocks: BlockKernel
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """None if the kernel computes ``spec`` exactly on ``platform``, else the reason why not."""

@@ -8,10 +8,10 @@ so memory grows with the number of keys but not with its square.
 import jax
 import jax.numpy as jnp
 
+from jaxtron.kernels.attention_block import BlockKernel
+from jaxtron.kernels.attention_block_xla import XlaBlockKernel
 from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
-
-MAX_SCORE_BYTES = 256 * 2**20
-"""Float32 scores that may exist at a time [bytes]."""
+from jaxtron.kernels.query_blocks import block_length, cut_blocks
 
 
 class XlaAttention:
@@ -19,6 +19,7 @@ class XlaAttention:
 
     name = "xla"
     fused = False
+    blocks: BlockKernel = XlaBlockKernel()
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """Everything that :class:`AttentionSpec` can express."""
@@ -54,29 +55,13 @@ class XlaAttention:
         if dropout is not None:
             query["position"], axes["position"] = dropout.query_positions, 0
 
-        block = _block_length(length, 4 * batch * heads * k.shape[1])
+        block = block_length(length, 4 * batch * heads * k.shape[1])
         if block == length:
             return attend(query)
-        blocks = {name: _blocks(query[name], axes[name], block) for name in query}
+        blocks = {name: cut_blocks(query[name], axes[name], block) for name in query}
         # prevent_cse: the loop already keeps the recomputation apart from the forward pass.
         out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), blocks)
         return jnp.moveaxis(out, 0, 1).reshape(batch, -1, *out.shape[3:])[:, :length]
-
-
-def _block_length(length: int, bytes_per_query: int) -> int:
-    """Queries at a time; blocks of nearly equal length, so that little padding is computed."""
-    blocks = -(-length * bytes_per_query // MAX_SCORE_BYTES)
-    return -(-length // min(blocks, length))
-
-
-def _blocks(x: jax.Array, axis: int, block: int) -> jax.Array:
-    """Cut ``axis`` (zero-padded) into blocks, whose number becomes the leading axis."""
-    count = -(-x.shape[axis] // block)
-    padding = [(0, 0)] * x.ndim
-    padding[axis] = (0, count * block - x.shape[axis])
-    x = jnp.pad(x, padding)
-    x = x.reshape(*x.shape[:axis], count, block, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
 
 
 def _probabilities(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float) -> jax.Array:

@@ -15,7 +15,7 @@ def features(inspection: Inspection) -> list[tuple[str, str]]:
         ("data sharding", _data_sharding(inspection)),
         ("tensor parallelism", _tensor(inspection)),
         ("sequence parallelism", _sequence(inspection)),
-        ("context parallelism", _parts("context", sizes["context"], "the sequence")),
+        ("context parallelism", _context(inspection)),
         ("pipeline parallelism", _pipeline(inspection)),
         ("expert parallelism", _parts("expert", sizes["expert"], "rows of the batch")),
         ("output layer", output),
@@ -84,6 +84,20 @@ def _sequence(inspection: Inspection) -> str:
     if asked is False:
         return "off: every member of a tensor group holds the whole residual stream"
     return f"on: {tensor} parts between blocks" + ("" if asked else " (by default, tensor > 1)")
+
+
+def _context(inspection: Inspection) -> str:
+    size, parallel = inspection.sizes["context"], inspection.config.parallel
+    if size == 1:
+        return "off"
+    how = {
+        "all_gather": "keys and values gathered",
+        "ring": "keys and values passed around a ring",
+        "all_to_all": "heads exchanged for tokens",
+        "hierarchical": f"heads exchanged in groups of {parallel.context_all_to_all}, "
+        "keys and values passed around a ring across them",
+    }[parallel.context_strategy]
+    return f"{size} parts of the sequence, {parallel.context_strategy}: {how}"
 
 
 def _recompute(train: TrainConfig) -> str:

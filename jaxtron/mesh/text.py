@@ -7,6 +7,7 @@ from jaxtron.mesh import grid
 from jaxtron.mesh.axes import AXES, BATCH_AXES
 from jaxtron.mesh.features import features
 from jaxtron.mesh.inspect import Inspection, ParamReport
+from jaxtron.parallel.context.layout import context_layout
 
 _COLUMNS = 16  # most devices in a row of the grid
 _ROWS = 16  # most rows of the grid; those in the middle are left out
@@ -176,11 +177,12 @@ def device_text(inspection: Inspection, device: int) -> str:
     where = ", ".join(f"{axis} {point[axis]}" for axis in AXES if sizes[axis] > 1) or "alone"
     cut, length = inspection.batch, inspection.config.data.seq_length
     rows = grid.span(sizes, BATCH_AXES, point, cut.rows_per_microbatch)
-    tokens = grid.span(sizes, ["context"], point, length)
+    context = context_layout(inspection.config.parallel, sizes["context"])
+    tokens = context.spans(length, point["context"])
     lines = [
         f"device {device}: {where}",
         f"batch      rows {range_text(rows)} of the {cut.rows_per_microbatch} of every microbatch, "
-        f"positions {range_text(tokens)} of {length}",
+        f"positions {ranges_text(tokens)} of {length}",
     ]
     table_rows = [["parameter", "holds", "bytes"]]
     for param in inspection.params:

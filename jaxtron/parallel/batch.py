@@ -2,7 +2,7 @@
 
 Microbatch k of a step is rows ``[k R, (k+1) R)`` of its global batch on every mesh. On the device a
 batch is ``[microbatch, row, sequence]``, rows split over the data axes and the sequence over
-``context``.
+``context``, in the order of ``parallel/context/layout.py``.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtron.mesh.rules import LogicalRules
+from jaxtron.parallel.context.attention import ContextAttention
 
 Batch = Mapping[str, np.ndarray]
 
@@ -25,11 +26,13 @@ class BatchPlacement:
         sharding: of ``[microbatch, row, sequence]`` arrays.
         num_microbatches: microbatches per step.
         rows_per_microbatch: R.
+        context: the cut of the sequence over ``context``.
     """
 
     sharding: NamedSharding
     num_microbatches: int
     rows_per_microbatch: int
+    context: ContextAttention
 
     @property
     def _columns(self) -> list[int]:
@@ -50,12 +53,14 @@ class BatchPlacement:
         """Put this process's rows ``{name: [len(rows), seq]}`` on its devices.
 
         Returns:
-            global arrays ``{name: [microbatch, R, seq]}``.
+            global arrays ``{name: [microbatch, R, seq]}``; the tokens of a row lie in the order in
+            which the members of ``context`` hold them.
         """
         m, r = self.num_microbatches, self.rows_per_microbatch
         position = {column: i for i, column in enumerate(self._columns)}
 
         def put(local: np.ndarray) -> jax.Array:
+            local = self.context.place(local)
             local = local.reshape(m, len(position), *local.shape[1:])
             shape = (m, r, *local.shape[2:])
 
@@ -70,8 +75,12 @@ class BatchPlacement:
 
 
 def batch_placement(
-    mesh: Mesh, rules: LogicalRules, num_microbatches: int, rows_per_microbatch: int
+    mesh: Mesh,
+    rules: LogicalRules,
+    num_microbatches: int,
+    rows_per_microbatch: int,
+    context: ContextAttention,
 ) -> BatchPlacement:
     """Placement of a step's batch on ``mesh``."""
     spec = PartitionSpec(None, rules.axes("batch") or None, rules.axes("sequence") or None)
-    return BatchPlacement(NamedSharding(mesh, spec), num_microbatches, rows_per_microbatch)
+    return BatchPlacement(NamedSharding(mesh, spec), num_microbatches, rows_per_microbatch, context)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from jaxtron.config.fields import key, section
 
+ContextStrategy = Literal["all_gather", "ring", "all_to_all", "hierarchical"]
 DataSharding = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 
@@ -25,6 +26,15 @@ class ParallelConfig:
     )
     reshard_after_forward: bool = key(
         True, "With optim_grads_params: free gathered weights after the forward, gather again."
+    )
+    context_strategy: ContextStrategy = key(
+        "all_gather",
+        "How attention reaches the other parts of the sequence: gather keys and values, pass them "
+        "around a ring, exchange heads (all_to_all), or exchange heads in groups of "
+        "context_all_to_all with a ring across them (hierarchical).",
+    )
+    context_all_to_all: int | None = key(
+        None, "Members of context that exchange heads with each other; hierarchical only.", ge=2
     )
     virtual_pipeline: int = key(1, "Chunks of layers (virtual stages) on each pipeline stage.")
     pipeline_schedule: str = key(

@@ -109,8 +109,59 @@ REFUSED = {
     "sequence_not_a_multiple_of_context_and_tensor": (
         ["data.seq_length=60", "parallel.tensor=2", "parallel.context=4"],
         8,
-        ["data.seq_length 60", "parallel.context 4 × parallel.tensor 2", "56 or 64"],
+        ["data.seq_length 60", "2 × parallel.context 4", "× parallel.tensor 2", "56 or 64"],
         ["data.seq_length=64"],
+    ),
+    "sequence_not_two_chunks_for_each_member_of_context": (
+        ["data.seq_length=44", "parallel.context=4"],
+        8,
+        ["data.seq_length 44", "2 × parallel.context 4", "40 or 48"],
+        ["data.seq_length=48"],
+    ),
+    "more_members_exchange_heads_than_there_are_groups": (
+        ["parallel.context=8", "parallel.context_strategy=all_to_all", "model.num_query_groups=2"],
+        8,
+        ["parallel.context 8 does not divide", "2 key/value groups", "hierarchical", "all_gather"],
+        ["parallel.context_strategy=hierarchical", "parallel.context_all_to_all=2"],
+    ),
+    "tensor_leaves_too_few_groups_to_exchange": (
+        [
+            "parallel.context=2",
+            "parallel.tensor=2",
+            "parallel.context_strategy=all_to_all",
+            "model.num_query_groups=2",
+        ],
+        8,
+        ["parallel.context 2 does not divide", "1 key/value groups", "after parallel.tensor 2"],
+        ["parallel.context_strategy=ring"],
+    ),
+    "hierarchical_without_a_size": (
+        ["parallel.context=4", "parallel.context_strategy=hierarchical"],
+        8,
+        ["parallel.context_all_to_all is null", "parallel.context_all_to_all to 2"],
+        ["parallel.context_all_to_all=2"],
+    ),
+    "hierarchical_in_one_group": (
+        [
+            "parallel.context=4",
+            "parallel.context_strategy=hierarchical",
+            "parallel.context_all_to_all=4",
+        ],
+        8,
+        ["parallel.context_all_to_all 4", "two or more groups", "to 2"],
+        ["parallel.context_all_to_all=2"],
+    ),
+    "size_of_the_exchange_without_hierarchical": (
+        ["parallel.context=4", "parallel.context_all_to_all=2"],
+        8,
+        ["parallel.context_all_to_all is 2", "all_gather", "hierarchical", "null"],
+        ["parallel.context_strategy=hierarchical"],
+    ),
+    "ring_inside_a_pipeline": (
+        ["parallel.context=2", "parallel.pipeline=2", "parallel.context_strategy=ring"],
+        8,
+        ["context_strategy is ring", "parallel.pipeline is 2", "hangs", "all_gather or all_to_all"],
+        ["parallel.context_strategy=all_gather"],
     ),
     "batch_not_a_multiple_of_microbatch_and_shards": (
         ["train.micro_batch_size=3"],
@@ -205,7 +256,7 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(message.splitlines()) == 2
 
 
-@pytest.mark.parametrize("axis", ["pipeline", "context", "expert"])
+@pytest.mark.parametrize("axis", ["pipeline", "expert"])
 def test_axes_without_training_can_be_shown_but_not_trained(axis: str) -> None:
     config = load_config(BASE, [f"parallel.{axis}=2"])
     assert validate(config, 8)[axis] == 2

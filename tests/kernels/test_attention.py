@@ -9,7 +9,7 @@ import pytest
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels import attention as attention_module
-from jaxtron.kernels import attention_xla
+from jaxtron.kernels import query_blocks
 from jaxtron.kernels.attention import ATTENTION_BACKENDS, choose_backend, dot_product_attention
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.dropout import AttentionDropout, dropout_key
@@ -51,7 +51,7 @@ def test_xla_output_and_gradients_equal_the_float64_reference(
     case: str, groups: int, blocked: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if blocked:  # 2 rows x 4 heads x 11 keys x 4 bytes x 4 queries: blocks of 4, 4 and 3
-        monkeypatch.setattr(attention_xla, "MAX_SCORE_BYTES", 352 * 4)
+        monkeypatch.setattr(query_blocks, "MAX_SCORE_BYTES", 352 * 4)
     options = CASES[case]
     q, k, v, dout = random_inputs(groups=groups)
     visible = np.stack(
@@ -181,7 +181,7 @@ def test_memory_of_a_long_row_does_not_hold_all_scores():
     all_scores = 4 * 8 * 2048 * 2048
     assert temporary_bytes() > all_scores
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_xla, "MAX_SCORE_BYTES", all_scores // 16)
+        patch.setattr(query_blocks, "MAX_SCORE_BYTES", all_scores // 16)
         assert temporary_bytes() < all_scores / 2
 
 
@@ -203,7 +203,7 @@ def test_dropout_zeroes_the_probabilities_that_its_mask_names(
     blocked: bool, monkeypatch: pytest.MonkeyPatch
 ):
     if blocked:
-        monkeypatch.setattr(attention_xla, "MAX_SCORE_BYTES", 352 * 4)
+        monkeypatch.setattr(query_blocks, "MAX_SCORE_BYTES", 352 * 4)
     q, k, _, _ = random_inputs()
     rate, dropout = 0.4, attention_dropout()
     # Values that are unit vectors show the probabilities themselves.

@@ -40,7 +40,8 @@ def _forward(program: Program, params: Any, batch: Mapping[str, Any], step: Any,
     )
     out = jax.jit(function)(params, placed, step)
     out = np.asarray(jax.device_get(out))
-    return out.reshape(-1, *out.shape[2:])
+    out = out.reshape(-1, *out.shape[2:])
+    return out[:, np.argsort(program.context.layout.order(out.shape[1]))]
 
 
 def hidden(

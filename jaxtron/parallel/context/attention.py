@@ -1,0 +1,106 @@
+"""Attention over a sequence split over ``context``, by the strategy of the configuration."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtron.kernels.attention import dot_product_attention
+from jaxtron.kernels.attention_spec import AttentionBackend
+from jaxtron.layers.dropout import AttentionDropout
+from jaxtron.layers.inputs import Attend
+from jaxtron.parallel.context.blockwise import AXIS, BlockInputs, Blockwise, blockwise_attention
+from jaxtron.parallel.context.heads import heads_for_tokens, own_heads, tokens_for_heads
+from jaxtron.parallel.context.layout import ContextLayout
+
+
+@dataclass(frozen=True)
+class ContextAttention:
+    """Positions and attention of one device's part of the sequence.
+
+    Attributes:
+        layout: the cut of the sequence.
+        gather: fetch keys and values by an all-gather, otherwise around the ring.
+    """
+
+    layout: ContextLayout
+    gather: bool
+
+    def place(self, x: np.ndarray) -> np.ndarray:
+        """Put the last axis of an array of rows in the order in which the axis holds it."""
+        if self.layout.size == 1:
+            return x
+        return x[..., self.layout.order(x.shape[-1])]
+
+    def own_positions(self, length: int) -> jax.Array:
+        """Positions in the row, int32 ``[length / context]``, of this device's tokens."""
+        if self.layout.size == 1:
+            return jnp.arange(length, dtype=jnp.int32)
+        return self.layout.positions(length, lax.axis_index(AXIS))
+
+    def attend(
+        self,
+        length: int,
+        *,
+        scale: float,
+        window: int | None,
+        segment_ids: jax.Array | None,
+        backend: AttentionBackend,
+    ) -> Attend:
+        """Causal attention as layers call it, with this device's tokens.
+
+        Args:
+            length: tokens of the whole row.
+            scale: factor on the scores.
+            window: sliding window, or None.
+            segment_ids: int32 ``[b, s]`` of this device's tokens, or None.
+            backend: the attention kernel.
+        """
+        layout = self.layout
+        if layout.size > 1 and segment_ids is not None:
+            whole = lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
+            segment_ids = whole[:, np.argsort(layout.order(length))]
+        positions = jnp.arange(length, dtype=jnp.int32)
+        blockwise = Blockwise(
+            layout=layout,
+            gather=self.gather,
+            length=length,
+            scale=scale,
+            window=window,
+            kernel=backend.blocks,
+        )
+
+        def attend(
+            q: jax.Array, k: jax.Array, v: jax.Array, dropout: AttentionDropout | None
+        ) -> jax.Array:
+            if layout.all_to_all > 1:
+                # the kernel's operands stand for the activations of this name
+                q, k, v = (checkpoint_name(tokens_for_heads(x, layout), "qkv") for x in (q, k, v))
+            if dropout is not None:
+                dropout = dataclasses.replace(
+                    dropout,
+                    heads=own_heads(dropout.heads, layout),
+                    query_positions=positions,
+                    key_positions=positions,
+                )
+            if layout.ring > 1:
+                out = blockwise_attention(blockwise, q, k, v, BlockInputs(segment_ids, dropout))
+            else:
+                out = dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    scale=scale,
+                    causal=True,
+                    window=window,
+                    segment_ids=segment_ids,
+                    dropout=dropout,
+                    backend=backend,
+                )
+            return heads_for_tokens(out, layout)
+
+        return attend

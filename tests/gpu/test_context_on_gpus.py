@@ -1,0 +1,108 @@
+"""Context parallelism with cuDNN on 2 to 4 GPUs against the exact kernel on one.
+
+Run with ``pytest -m gpu tests/gpu/test_context_on_gpus.py``.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxtron.kernels.attention import ATTENTION_BACKENDS
+from jaxtron.parallel.context.attention import ContextAttention
+from jaxtron.parallel.context.layout import ContextLayout
+
+pytestmark = pytest.mark.gpu
+
+BATCH, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 512, 8, 4, 64
+SCALE = HEAD_DIM**-0.5
+
+# name: (ring, all_to_all, gather)
+CUTS = {
+    "all_gather 2": (2, 1, True),
+    "ring 2": (2, 1, False),
+    "all_to_all 2": (1, 2, False),
+    "all_gather 4": (4, 1, True),
+    "ring 4": (4, 1, False),
+    "all_to_all 4": (1, 4, False),
+    "hierarchical 2 x 2": (2, 2, False),
+}
+DOCUMENTS = np.stack(
+    [
+        np.searchsorted(cuts, np.arange(LENGTH), side="right").astype(np.int32)
+        for cuts in ([100, 101, 350], [40, 200, 201, 333, 500])
+    ]
+)
+MASKS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 75},
+    "documents": {"segment_ids": DOCUMENTS},
+}
+
+
+def arrays() -> list[np.ndarray]:
+    """Queries, keys, values and output gradient: bf16 numbers in fp32."""
+    rng = np.random.default_rng(0)
+    q, k = (BATCH, LENGTH, HEADS, HEAD_DIM), (BATCH, LENGTH, GROUPS, HEAD_DIM)
+    return [
+        np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16), np.float32)
+        for shape in (q, k, k, q)
+    ]
+
+
+def output_and_gradients(
+    layout: ContextLayout, gather: bool, backend: str, dtype: Any, mask: dict[str, Any]
+) -> list[np.ndarray]:
+    """Output, dq, dk and dv in natural order."""
+    context = ContextAttention(layout, gather)
+    order = layout.order(LENGTH)
+    mesh = Mesh(np.array(jax.devices("gpu")[: layout.size]), ("context",))
+    *qkv, dout = (jnp.asarray(x[:, order], dtype) for x in arrays())
+    segments = mask.get("segment_ids")
+    segments = None if segments is None else jnp.asarray(segments[:, order])
+
+    def local(q: Any, k: Any, v: Any, dout: Any, segments: Any) -> Any:
+        attend = context.attend(
+            LENGTH,
+            scale=SCALE,
+            window=mask.get("window"),
+            segment_ids=segments,
+            backend=ATTENTION_BACKENDS[backend],
+        )
+
+        def objective(q: Any, k: Any, v: Any) -> Any:
+            out = attend(q, k, v, None)
+            return jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32)), out
+
+        gradients, out = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return out, *gradients
+
+    spec = PartitionSpec(None, "context")
+    specs = (*[spec] * 4, None if segments is None else spec)
+    function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    results = jax.jit(function)(*qkv, dout, segments)
+    return [np.asarray(x, np.float32)[:, np.argsort(order)] for x in results]
+
+
+@functools.cache
+def exact(mask: str) -> list[np.ndarray]:
+    """In fp32 on one GPU."""
+    return output_and_gradients(ContextLayout(1, 1), False, "xla", jnp.float32, MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_cudnn_by_every_strategy_equals_the_exact_kernel(cut: str, mask: str) -> None:
+    ring, all_to_all, gather = CUTS[cut]
+    layout = ContextLayout(ring, all_to_all)
+    if len(jax.devices("gpu")) < layout.size:
+        pytest.skip(f"needs {layout.size} GPUs")
+    got = output_and_gradients(layout, gather, "cudnn", jnp.bfloat16, MASKS[mask])
+    for a, b in zip(got, exact(mask), strict=True):
+        assert np.isfinite(a).all()
+        # bf16 rounds inputs and outputs to 2**-9 relative; judged against the largest value
+        assert np.abs(a - b).max() < 0.015 * np.abs(b).max()

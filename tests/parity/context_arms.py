@@ -1,0 +1,63 @@
+"""Arms of parity over the ``context`` axis; also runs some by name, for more than eight devices.
+
+``python -m tests.parity.context_arms NAME ...`` with enough fake devices in ``XLA_FLAGS``.
+"""
+
+import itertools
+import math
+import sys
+from typing import Any
+
+import jax
+
+from jaxtron.program import Program
+from tests.parity.harness import assert_parity, make_config, reference, run
+
+PACKED = {"eod_token": 0, "reset_attention_mask": True, "reset_position_ids": True}
+# As many groups as heads, which leaves some to exchange on every layout.
+HEADS = {"num_query_groups": 8}
+
+
+def product() -> dict[str, dict[str, Any]]:
+    """{2, 4, 8} x strategies x {alone, tensor 2, fsdp 2, data 2} x {plain, packed}."""
+    strategies = ("all_gather", "ring", "all_to_all", "hierarchical")
+    others = ({}, {"tensor": 2}, {"fsdp": 2}, {"data": 2})
+    arms = {}
+    for context, strategy, other, packed in itertools.product(
+        (2, 4, 8), strategies, others, (False, True)
+    ):
+        if strategy == "hierarchical" and context == 2:
+            continue  # has no two groups of two
+        if strategy == "all_to_all" and context * other.get("tensor", 1) > 8:
+            continue  # has more members than heads
+        name = "-".join([f"context{context}", strategy, *(f"{a}{n}" for a, n in other.items())])
+        parallel = {"context": context, "context_strategy": strategy, **other}
+        if strategy == "hierarchical":
+            parallel["context_all_to_all"] = 2
+        arms[name + ("-packed" if packed else "")] = {
+            "parallel": parallel,
+            "model": HEADS,
+            "data": PACKED if packed else {},
+            "train": {"num_microbatches": 2},
+        }
+    return arms
+
+
+def devices_of(parallel: dict[str, Any]) -> int:
+    """Devices that a layout takes."""
+    return math.prod(parallel.get(a, 1) for a in ("pipeline", "data", "fsdp", "context", "tensor"))
+
+
+def check_arm(parallel: dict[str, Any], **raw: Any) -> None:
+    """PARITY of a layout with one device."""
+    devices = jax.devices()[: devices_of(parallel)]
+    program = Program(make_config(parallel=parallel, **raw), devices)
+    # the batch maker takes its switches from the configuration; sections must hash alike
+    assert_parity(run(program), reference(**raw))
+
+
+if __name__ == "__main__":
+    arms = product()
+    for name in sys.argv[1:]:
+        check_arm(**arms[name])
+        print(name, "equals one device", flush=True)
