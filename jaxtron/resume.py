@@ -32,6 +32,9 @@ _ORDER_KEYS = (
     "data.fim_rate",
     "data.fim_spm_rate",
     "data.fim_tokens",
+    "data.chat_template",
+    "data.packing",
+    "data.overlong",
 )
 _LR_PLAN_KEYS = (
     "optimizer.lr",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jaxtron.data.build_indexed import IndexedBuilder
+from jaxtron.data.chat_dataset import ChatBuilder
 from jaxtron.data.config import DataConfig
 from jaxtron.data.masks import RowFormat
 from jaxtron.data.source import RowDataset, load_custom_source
@@ -61,6 +62,16 @@ def build_datasets(
     if not 0 <= seed < 2**32:
         raise ConfigError(f"train.seed is {seed}; the data order needs one in [0, 2^32)")
     samples = dict(zip(SPLIT_NAMES, (train_samples, valid_samples, test_samples)))
+    if config.source == "chat":
+        for name in ("source_options", "valid_sets", "fim_rate"):
+            _refuse(config, name, "does not go with conversations")
+        chat = ChatBuilder(config, vocab_size, seed)
+        splits = {name: chat.build(name, n) for name, n in samples.items() if n != 0}
+        return Datasets(**splits, valid_sets={})
+    for name in ("packing", "overlong", "chat_template"):
+        default = DataConfig.__dataclass_fields__[name].default
+        if getattr(config, name) != default:
+            _refuse(config, name, "is read by the source 'chat' alone")
     row_format = _row_format(config, vocab_size)
     if config.source == "indexed":
         _refuse(config, "source_options", "is for a source of your own")

@@ -10,13 +10,17 @@ class DataConfig:
     """Where the data comes from and how it is cut into rows."""
 
     source: str = key(
-        "indexed", "indexed (Megatron .bin/.idx), synthetic, or module:function of your own."
+        "indexed",
+        "indexed (Megatron .bin/.idx), chat (JSON Lines of conversations or texts), synthetic, or "
+        "module:function of your own.",
     )
     source_options: dict[str, Any] = key(
         {}, "Keyword arguments for the function that `source` names; only for your own source."
     )
     paths: list[str | float] = key(
-        [], "Prefixes of .bin/.idx pairs, or a blend: [weight, prefix, weight, prefix, ...]."
+        [],
+        "Prefixes of .bin/.idx pairs, or a blend: [weight, prefix, weight, prefix, ...]; for the "
+        "source chat: JSON Lines files.",
     )
     train_paths: list[str | float] = key(
         [], "As paths, for training alone; the sets are then used whole and `split` is not."
@@ -50,6 +54,19 @@ class DataConfig:
     )
     fim_tokens: dict[str, str | int] = key(
         {}, "{prefix:, suffix:, middle:}, each an id or the text of one token of the tokenizer."
+    )
+    chat_template: str | dict[str, str] = key(
+        "chatml",
+        "Text around the messages of the source chat: chatml, llama3, or {header:, end:, start:, "
+        "after:} with {role} in the header.",
+    )
+    packing: Literal["none", "first_fit", "best_fit"] = key(
+        "none",
+        "How the source chat puts whole documents into rows: one a row, each in the first row with "
+        "room, or the longest first where they leave the least room.",
+    )
+    overlong: Literal["error", "truncate", "drop"] = key(
+        "error", "What the source chat does with a document longer than seq_length."
     )
     dataloader_type: Literal["single", "cyclic"] = key(
         "single",

@@ -129,7 +129,7 @@ def load_custom_source(
         ConfigError: it has another form, or there is no such module or function.
         DataError: what it returns has no length or no rows.
     """
-    factory = import_function("data.source", source, ("indexed", "synthetic"))
+    factory = import_function("data.source", source, ("indexed", "chat", "synthetic"))
     rows = factory(
         split,
         num_samples=num_samples,

@@ -1,0 +1,140 @@
+"""Conversations as token ids, and which of them are trained.
+
+A record is one JSON object a line: ``{"messages": [{"role": "user", "content": "..."}, ...]}``, or
+``{"text": "..."}``, a plain document of which every token is trained. Of a conversation the
+assistant's words and the token that ends its turn are trained; headers, and what others say, are
+not.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtron.data.documents import BadRecord, Record
+from jaxtron.data.tokenizers import Tokenizer
+from jaxtron.errors import ConfigError
+from jaxtron.nearest import nearest
+
+Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]
+"""Token ids ``[n]`` and whether each is trained."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The text around the messages of a conversation; ``{role}`` stands for a message's role.
+
+    Attributes:
+        start: before the first message.
+        header: before a message's content.
+        end: after it; trained in the assistant's turns, since it is how they stop.
+        after: between ``end`` and the next header; never trained.
+    """
+
+    start: str
+    header: str
+    end: str
+    after: str
+
+
+TEMPLATES = {
+    "chatml": ChatTemplate("", "<|im_start|>{role}\n", "<|im_end|>", "\n"),
+    "llama3": ChatTemplate(
+        "<|begin_of_text|>", "<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", ""
+    ),
+}
+"""Templates by name."""
+
+
+def chat_template(given: str | dict[str, str]) -> ChatTemplate:
+    """The template of ``data.chat_template``: a name, or the four texts.
+
+    Raises:
+        ConfigError: no such template, or texts with other names.
+    """
+    if isinstance(given, str):
+        if given not in TEMPLATES:
+            raise ConfigError(
+                f"data.chat_template: no template {given!r}; {nearest(given, TEMPLATES)}"
+            )
+        return TEMPLATES[given]
+    fields = ("start", "header", "end", "after")
+    unknown = [name for name in given if name not in fields]
+    if unknown or "header" not in given or "end" not in given:
+        wrong = f"has {', '.join(unknown)}" if unknown else "lacks header or end"
+        raise ConfigError(
+            f"data.chat_template {wrong}: give the texts header and end (and start and after, if "
+            "any) of a turn, or the name of a template: " + ", ".join(TEMPLATES)
+        )
+    return ChatTemplate(**{name: given.get(name, "") for name in fields})
+
+
+def parse_messages(record: Record) -> list[tuple[str, str]] | str:
+    """``[(role, content), ...]`` of a conversation, or the text of a plain document.
+
+    Raises:
+        BadRecord: the record is malformed; the message says file, line and reason.
+    """
+
+    def bad(reason: str, what: str) -> BadRecord:
+        return BadRecord(reason, f"{record.where}: {what}")
+
+    try:
+        value: Any = json.loads(record.data.decode())
+    except UnicodeDecodeError as error:
+        raise bad("not_utf8", f"not UTF-8 ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        raise bad("bad_json", f"bad JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise bad("not_an_object", f"not a JSON object but {type(value).__name__}")
+    if "messages" not in value:
+        if isinstance(value.get("text"), str):
+            return str(value["text"])
+        raise bad("missing_key", "has neither 'messages' nor a string under 'text'")
+    messages = value["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise bad("bad_messages", "'messages' is not a list with at least one message")
+    turns = []
+    for number, message in enumerate(messages):
+        if not (
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+        ):
+            raise bad(
+                "bad_messages", f"message {number} is not an object with strings role and content"
+            )
+        turns.append((message["role"], message["content"]))
+    if all(role != "assistant" for role, _ in turns):
+        raise bad("no_assistant", "no message has the role 'assistant', so nothing is trained")
+    return turns
+
+
+def encode(
+    conversation: list[tuple[str, str]] | str, template: ChatTemplate, tokenizer: Tokenizer
+) -> Tokens:
+    """Token ids of a conversation or document, and which are trained.
+
+    Header, content, end and what follows are tokenised one by one, so the border of what is
+    trained is exact. A plain document ends with the tokenizer's end of document, if it has one.
+    """
+    if isinstance(conversation, str):
+        ids = tokenizer.encode(conversation)
+        ids += [] if tokenizer.eod is None else [tokenizer.eod]
+        return np.array(ids, np.int32), np.ones(len(ids), bool)
+    pieces = [(template.start, False)]
+    for role, content in conversation:
+        trained = role == "assistant"
+        pieces += [
+            (template.header.replace("{role}", role), False),
+            (content, trained),
+            (template.end, trained),
+            (template.after, False),
+        ]
+    if not template.after:
+        pieces.pop()
+    parts = tokenizer.encode_batch([text for text, _ in pieces])
+    mask = [np.full(len(part), trained) for part, (_, trained) in zip(parts, pieces, strict=True)]
+    return np.array([i for part in parts for i in part], np.int32), np.concatenate(mask)
