@@ -7,7 +7,7 @@ collectives into fp32 ones).
 from collections import Counter
 from typing import Any
 
-NAMES = ("all_gather", "reduce_scatter", "all_reduce")
+NAMES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
 
 
 def collectives(lowered: Any) -> Counter[tuple[str, int, str]]:
