@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtron.config.batch import batch_layout
+from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate_for_training
 from jaxtron.kernels.attention import choose_backend
@@ -43,8 +44,9 @@ from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import optimizer_state_shardings
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
+from jaxtron.precision.loss_scale import loss_scaler
 
-DTYPES = {"bf16": jnp.bfloat16, "fp32": jnp.float32}
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 State = dict[str, Any]
 
 
@@ -53,7 +55,8 @@ class Program:
 
     The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32)
     and ``updates`` (optimizer updates applied; a step without a valid token applies none,
-    nor one over ``optimizer.grad_norm_skip_threshold``).
+    nor one over ``optimizer.grad_norm_skip_threshold``, nor one that overflows under fp16), and
+    under fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`).
 
     Args:
         config: the configuration; refused before anything is compiled when it cannot work.
@@ -134,10 +137,19 @@ class Program:
             ),
             platform,
         )
+        self.batch_schedule = batch_schedule(config.train)
+        plan_length = self.batch_schedule.plan_length(config.train.steps)
+        ramp = config.train.rampup_batch_size is not None
+        position = self.batch_schedule.full_batches if ramp else None
         self.optimizer = make_optimizer(
-            config.optimizer, total_steps=config.train.steps, logical_axes=self.model.logical
+            config.optimizer,
+            total_steps=plan_length,
+            logical_axes=self.model.logical,
+            position=position,
         )
-        self.schedule = learning_rate_schedule(config.optimizer, total_steps=config.train.steps)
+        self.schedule = learning_rate_schedule(
+            config.optimizer, total_steps=plan_length, position=position
+        )
         self.specs = jax.tree.map(lambda lay: lay.stored_spec, self.layouts, is_leaf=is_layout)
         param_shardings = jax.tree.map(
             lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
@@ -152,6 +164,11 @@ class Program:
             "step": self.replicated,
             "updates": self.replicated,
         }
+        self.scaler = loss_scaler(precision)
+        if self.scaler is not None:
+            self.state_shardings["loss_scale"] = jax.tree.map(
+                lambda _: self.replicated, self.scaler.init()
+            )
         self.placement = batch_placement(
             self.mesh,
             self.rules,
@@ -172,12 +189,15 @@ class Program:
     def _init_state(self, seed: jax.Array) -> State:
         params = self.model.init(jax.random.key(seed))
         zero = jnp.zeros((), jnp.int32)
-        return {
+        state = {
             "params": params,
             "opt_state": self.optimizer.init(params),
             "step": zero,
             "updates": zero,
         }
+        if self.scaler is not None:
+            state["loss_scale"] = self.scaler.init()
+        return state
 
     def init_state(self) -> State:
         """Initial state from ``train.seed``: bitwise the same on every mesh."""
@@ -287,12 +307,16 @@ class Program:
         return first[:, None] + shard * rows + jnp.arange(rows, dtype=jnp.int32)
 
     def _loss_and_gradients(
-        self, params: Any, batch: Mapping[str, jax.Array], step: jax.Array
+        self, params: Any, batch: Mapping[str, jax.Array], step: jax.Array, scale: jax.Array
     ) -> Any:
-        """Local view: loss and token count (alike everywhere), gradients as stored shards."""
+        """Local view: loss and token count (alike everywhere), gradients as stored shards.
+
+        Loss and gradients are ``scale`` times what they are. The tokens' weights carry the factor,
+        because the output layer's gradients are computed, and rounded, with its loss.
+        """
         microbatches = {
             **batch,
-            "token_weights": self._token_weights(batch["loss_mask"]),
+            "token_weights": scale * self._token_weights(batch["loss_mask"]),
             "rows": self._global_rows(*batch["tokens"].shape[:2]),
         }
         objective = functools.partial(self._objective, step=step)
@@ -300,26 +324,39 @@ class Program:
         return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads
 
     def loss_and_gradients(
-        self, params: Any, batch: Mapping[str, jax.Array], step: jax.Array | int = 0
+        self,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        step: jax.Array | int = 0,
+        loss_scale: jax.Array | float = 1.0,
     ) -> Any:
         """Loss, number of valid tokens, and gradients of a global batch (traceable).
 
-        ``step`` is the number of steps done; dropout depends on it.
+        ``step`` is the number of steps done; dropout depends on it. The backward pass computes
+        ``loss_scale`` times the gradients; what is returned is divided by it again.
         """
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
             self._loss_and_gradients,
-            (self.specs, batch_specs, PartitionSpec()),
+            (self.specs, batch_specs, PartitionSpec(), PartitionSpec()),
             (PartitionSpec(), PartitionSpec(), self.specs),
         )
-        return function(params, dict(batch), jnp.asarray(step, jnp.int32))
+        scale = jnp.asarray(loss_scale, jnp.float32)
+        loss, tokens, grads = function(params, dict(batch), jnp.asarray(step, jnp.int32), scale)
+        if isinstance(loss_scale, float) and loss_scale == 1.0:
+            return loss, tokens, grads
+        return loss / scale, tokens, jax.tree.map(lambda g: g / scale, grads)
 
     def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
         params = state["params"]
-        loss, tokens, grads = self.loss_and_gradients(params, batch, state["step"])
+        scale = 1.0 if self.scaler is None else state["loss_scale"]["scale"]
+        loss, tokens, grads = self.loss_and_gradients(params, batch, state["step"], scale)
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
         updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
         applies = tokens > 0
+        if self.scaler is not None:  # one number for all devices: they decide alike
+            finite = jnp.isfinite(grad_norm)
+            applies &= finite
         threshold = self.config.optimizer.grad_norm_skip_threshold
         if threshold is not None:
             applies &= grad_norm <= threshold
@@ -340,6 +377,9 @@ class Program:
             "step": state["step"] + 1,
             "updates": state["updates"] + applies,
         }
+        if self.scaler is not None:
+            metrics["loss_scale"] = scale
+            new_state["loss_scale"] = self.scaler.update(state["loss_scale"], finite)
         return new_state, metrics
 
     # -- evaluation and inference --------------------------------------------------------------

@@ -22,6 +22,7 @@ _FREE_MODEL_KEYS = {"attention_backend", "attention_dropout", "hidden_dropout"}
 _ORDER_KEYS = (
     "train.seed",
     "train.global_batch_size",
+    "train.rampup_batch_size",
     "data.source",
     "data.source_options",
     "data.seq_length",
@@ -82,7 +83,8 @@ def with_fresh_optimizer(program: Program, restored: State) -> State:
     """Complete a state of which ``params``, and ``step`` and ``updates`` or not, were restored.
 
     Without them the run starts at step 0. The optimizer has seen nothing, but the learning-rate
-    plan goes on from the restored number of updates.
+    plan goes on from the restored number of updates. The loss scale is the first one, unless it was
+    restored.
     """
 
     def init(params: Any, step: jax.Array, updates: jax.Array) -> State:
@@ -97,9 +99,19 @@ def with_fresh_optimizer(program: Program, restored: State) -> State:
         )
         return {"opt_state": opt_state, "step": step, "updates": updates}
 
+    restored = with_loss_scale(program, restored)
     counts = [restored.get(name, np.int32(0)) for name in ("step", "updates")]
     fresh = {name: program.state_shardings[name] for name in ("opt_state", "step", "updates")}
     return {**jax.jit(init, out_shardings=fresh)(restored["params"], *counts), **restored}
+
+
+def with_loss_scale(program: Program, restored: State) -> State:
+    """Complete a state of a run that did not compute in fp16, for one that does."""
+    if program.scaler is None or "loss_scale" in restored:
+        return restored
+    log.info("no loss scale to go on with: it starts at %g", program.scaler.initial)
+    scale = jax.device_put(program.scaler.init(), program.replicated)
+    return {**restored, "loss_scale": scale}
 
 
 def _no_record(where: str, what: str) -> str:

@@ -28,6 +28,7 @@ from jaxtron.resume import (
     consumed_samples,
     run_meta,
     with_fresh_optimizer,
+    with_loss_scale,
 )
 
 log = logging.getLogger(__name__)
@@ -85,12 +86,11 @@ class Trainer:
 
     def _open_data(self) -> Datasets:
         config = self.config
-        rows = config.train.global_batch_size
         return build_datasets(
             config.data,
             vocab_size=config.model.vocab_size,
             seed=config.train.seed,
-            train_samples=config.train.steps * rows,
+            train_samples=self.program.batch_schedule.samples(config.train.steps),
             valid_samples=self._eval_samples(),
             test_samples=0,
         )
@@ -115,9 +115,12 @@ class Trainer:
         if not start.weights_only:
             check_continuation(self.config, meta, where)
         abstract = start.select(self.program.abstract_state())
+        if "loss_scale" not in self.checkpointer.entries(start.step, directory=start.directory):
+            abstract.pop("loss_scale", None)  # the run before did not compute in fp16
         state, meta = self.checkpointer.restore(start.step, abstract, directory=start.directory)
         if start.fresh_optimizer:
             state = with_fresh_optimizer(self.program, state)
+        state = with_loss_scale(self.program, state)
         if start.weights_only:
             return state, 0, 0
         consumed = consumed_samples(meta, where)
@@ -135,13 +138,26 @@ class Trainer:
 
     # -- loop ----------------------------------------------------------------------------------
 
-    def _batches(self, dataset: Any, start_sample: int, *, evaluation: bool) -> Iterator[Any]:
+    def _train_batches(self, step: int, consumed: int) -> Iterator[Any]:
+        """Batches of the steps after ``step``, which grow as ``train.rampup_batch_size`` says."""
+        for size, count in self.program.batch_schedule.rest(step, self.config.train.steps):
+            source = self._batches(self.datasets.train, consumed, size, evaluation=False)
+            for _ in range(count):
+                batch = next(source, None)
+                if batch is None:
+                    return
+                yield batch
+            consumed += size * count
+
+    def _batches(
+        self, dataset: Any, start_sample: int, size: int, *, evaluation: bool
+    ) -> Iterator[Any]:
         data = self.config.data
         return batches(
             dataset,
-            global_batch_size=self.config.train.global_batch_size,
+            global_batch_size=size,
             start_sample=start_sample,
-            rows=self.program.placement.rows,
+            rows=self.program.placement.rows_of(size),
             dataloader_type="single" if evaluation else data.dataloader_type,
             seed=self.config.train.seed,
             pad_last=evaluation,
@@ -152,24 +168,22 @@ class Trainer:
 
     def _loop(self, state: State, start: int, consumed: int, logger: RunLogger) -> Result:
         config, program = self.config, self.program
-        rows = config.train.global_batch_size
         profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
         began = time.monotonic()
         step, loss, eval_loss = start, None, None
         reason = "finished"
-        source: Iterator[Any] = iter(())
-        if step < config.train.steps:
-            source = self._batches(self.datasets.train, consumed, evaluation=False)
+        source = self._train_batches(step, consumed)
         ahead = self._next(source, step)
         clock = _StepClock()
-        pending: tuple[int, int, Any] | None = None  # a step whose metrics are still on the device
+        # A step whose metrics are still on the device: its number, samples to its end, its rows.
+        pending: tuple[int, int, int, Any] | None = None
 
         def flush() -> None:
             """Wait for the dispatched step and log it."""
             nonlocal pending, loss
             if pending is None:
                 return
-            done_step, done_samples, metrics = pending
+            done_step, done_samples, rows, metrics = pending
             values = {name: value.item() for name, value in jax.device_get(metrics).items()}
             loss = values["loss"]
             logger.log_step(
@@ -193,8 +207,9 @@ class Trainer:
             state, metrics = program.train_step(state, ahead)
             profiler.after_step(step + 1, metrics)
             flush()
-            step, consumed = step + 1, consumed + rows
-            pending = (step, consumed, metrics)
+            size = program.batch_schedule.samples(step + 1) - program.batch_schedule.samples(step)
+            step, consumed = step + 1, consumed + size
+            pending = (step, consumed, size, metrics)
             ahead = self._next(source, step)
             exit_reason = self._exit_reason(step, began)
             last = step == config.train.steps or exit_reason is not None
@@ -232,8 +247,8 @@ class Trainer:
             return DataError(
                 f"training data ended after step {step}: {dataset.name if dataset else 'train'} "
                 f"has {len(dataset) if dataset else 0} rows, train.steps={self.config.train.steps} "
-                f"x train.global_batch_size={self.config.train.global_batch_size} rows are asked "
-                "for; use fewer steps or data.dataloader_type=cyclic"
+                f"of up to train.global_batch_size={self.config.train.global_batch_size} rows are "
+                "asked for; use fewer steps or data.dataloader_type=cyclic"
             )
 
     def _exit_reason(self, step: int, began: float) -> str | None:
@@ -280,7 +295,8 @@ class Trainer:
         same rows, so that its curve has no sampling noise.
         """
         batches_read = None if self.config.eval.full_validation else self.config.eval.iters
-        source = self._batches(dataset, 0, evaluation=True)
+        size = self.config.train.global_batch_size
+        source = self._batches(dataset, 0, size, evaluation=True)
         total, tokens = 0.0, 0
         for batch in itertools.islice(source, batches_read):
             loss, count = self.program.eval_step(state["params"], self.program.place(batch))

@@ -181,6 +181,14 @@ class Checkpointer:
         """
         return self._open(step, directory)[1].run
 
+    def entries(self, step: int, *, directory: Path | None = None) -> set[str]:
+        """The top-level entries of the state that a step holds: ``params``, ``opt_state``, ...
+
+        Raises:
+            CheckpointError: the step is missing, incomplete or foreign.
+        """
+        return {entry_of(name) for name in self._open(step, directory)[1].arrays}
+
     def wait(self) -> None:
         """Block until the last save is committed, then delete superseded steps.
 

@@ -62,6 +62,13 @@ def batch_layout(config: Config, axes: Mapping[str, int]) -> BatchLayout:
     else:
         micro = micro or 1
         _divides(rows, micro * shards, f"train.micro_batch_size {micro} × {shown}")
+        for size in (train.rampup_batch_size or ())[:2]:  # and so every size between
+            if size % (micro * shards):
+                raise ConfigError(
+                    f"train.rampup_batch_size is {train.rampup_batch_size}: start and increment "
+                    f"must be multiples of train.micro_batch_size {micro} × {shown} = "
+                    f"{micro * shards}"
+                )
         count = rows // (micro * shards)
     return BatchLayout(count, micro * shards, micro, shards)
 

@@ -19,6 +19,12 @@ class TrainConfig:
 
     steps: int = key(help="Optimizer steps of the whole run.", ge=0)
     global_batch_size: int = key(help="Sequences per optimizer step.", ge=1)
+    rampup_batch_size: list[int] | None = key(
+        None,
+        "[start, increment, samples]: the batch grows from `start` rows to global_batch_size in "
+        "steps of `increment`, spread over the first `samples` samples. Plans of learning rate and "
+        "weight decay then count global_batch_size samples as one step.",
+    )
     micro_batch_size: int | None = key(
         None, "Sequences per data shard and microbatch; null: from num_microbatches, else 1.", ge=1
     )
@@ -59,7 +65,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        """Refuse names of activations and actions that do not exist."""
+        """Refuse names that do not exist and a ramp that does not reach its end."""
+        self._check_ramp()
         if not isinstance(self.recompute, dict):
             return
         actions = get_args(RecomputeAction)
@@ -74,6 +81,29 @@ class TrainConfig:
         ]
         if problems:
             raise ConfigError("\n".join(problems))
+
+    def _check_ramp(self) -> None:
+        ramp, final = self.rampup_batch_size, self.global_batch_size
+        if ramp is None:
+            return
+        if len(ramp) != 3 or min(ramp) < 1:
+            raise ConfigError(
+                f"train.rampup_batch_size is {ramp}: expected three numbers of 1 or more, "
+                "[start, increment, samples]"
+            )
+        start, increment, _ = ramp
+        if start > final or (final - start) % increment:
+            raise ConfigError(
+                f"train.rampup_batch_size starts at {start} and grows by {increment}, which does "
+                f"not arrive at train.global_batch_size {final}: choose an increment that divides "
+                f"{final} - {start}"
+            )
+        if self.num_microbatches is not None:
+            raise ConfigError(
+                f"train.num_microbatches is {self.num_microbatches}, but under "
+                "train.rampup_batch_size the number grows with the batch: give "
+                "train.micro_batch_size instead"
+            )
 
 
 @section

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtron.config.batch import batch_layout
+from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.config import Config
 from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import ConfigError, JaxtronError
@@ -365,6 +366,15 @@ def _fp8_fits(config: Config, axes: Axes) -> Iterator[str]:
     )
 
 
+def _ramp_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
+    if config.train.rampup_batch_size is not None and axes["pipeline"] > 1:
+        yield (
+            f"train.rampup_batch_size is {config.train.rampup_batch_size} but parallel.pipeline is "
+            f"{axes['pipeline']}: a pipeline schedule is made for one number of microbatches; set "
+            "parallel.pipeline to 1, or train.rampup_batch_size to null"
+        )
+
+
 # What only training needs.
 
 
@@ -409,7 +419,8 @@ def _optimizer_can_be_built(config: Config, axes: Axes) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     try:
-        check_schedule(config.optimizer, total_steps=config.train.steps)
+        total = batch_schedule(config.train).plan_length(config.train.steps)
+        check_schedule(config.optimizer, total_steps=total)
     except ConfigError as error:
         yield str(error)
 
@@ -442,6 +453,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
 
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _axes_can_train,
+    _ramp_runs_alone,
     _layers_can_use_rules,
     _tokenizer_fits_vocabulary,
     _optimizer_can_be_built,

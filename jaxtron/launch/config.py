@@ -19,6 +19,11 @@ class RuntimeConfig:
         "Compiler flags, name -> value, over those of the built-in table and of XLA_FLAGS; "
         "null drops a flag.",
     )
+    deterministic: bool = key(
+        False,
+        "The same bits in every run of the same job on the same machines: on GPUs only "
+        "deterministic kernels, chosen without timing them.",
+    )
     matmul_precision: Literal["default", "high", "highest"] | None = key(
         None, "Precision of fp32 matrix products (highest: no TF32); null: JAX's setting."
     )

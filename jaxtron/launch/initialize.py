@@ -15,7 +15,7 @@ from jaxtron.launch.config import RuntimeConfig
 from jaxtron.launch.gpus import VisibleGpus, visible_gpus
 from jaxtron.launch.plan import LaunchPlan, is_loopback, plan_launch, split_address
 from jaxtron.launch.rendezvous import roll_call
-from jaxtron.launch.xla_flags import combine, table_rows
+from jaxtron.launch.xla_flags import combine, table_rows, with_determinism
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def initialize(
 
     Args:
         plan: from :func:`plan_launch`.
-        runtime: cpu_devices, xla_flags, matmul_precision, compilation_cache_dir,
+        runtime: cpu_devices, xla_flags, deterministic, matmul_precision, compilation_cache_dir,
             initialization_timeout_s and heartbeat_timeout_s.
         compute_capability: of the GPUs, for the table of compiler flags; None: none apply.
 
@@ -85,7 +85,12 @@ def _set_xla_flags(
 ) -> None:
     present = os.environ.get("XLA_FLAGS", "")
     rows = table_rows(compute_capability, jax.__version__)
-    flags, ours = combine(rows, present, runtime.xla_flags)
+    overrides = runtime.xla_flags
+    if runtime.deterministic:
+        overrides = with_determinism(overrides)
+        # Sums in the switch (NVLink SHARP) need not add in the same order every time.
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    flags, ours = combine(rows, present, overrides)
     if sorted(flags.split()) == sorted(present.split()):
         return
     _require_unused_devices("runtime.xla_flags (XLA_FLAGS)", flags)

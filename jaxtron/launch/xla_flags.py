@@ -41,6 +41,31 @@ TABLE: tuple[FlagRow, ...] = (
 )
 
 
+DETERMINISTIC: Mapping[str, str] = {
+    # Kernels without atomic additions, also in cuDNN's attention backward; none are timed.
+    "xla_gpu_deterministic_ops": "true",
+    "xla_gpu_exclude_nondeterministic_ops": "true",
+    "xla_gpu_autotune_level": "0",
+}
+"""What ``runtime.deterministic`` sets (XLA's docs/determinism.md)."""
+
+
+def with_determinism(overrides: Mapping[str, FlagValue]) -> dict[str, FlagValue]:
+    """``runtime.xla_flags`` together with :data:`DETERMINISTIC`.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    given = {_flag_name(name): value for name, value in overrides.items()}
+    for name, value in DETERMINISTIC.items():
+        if name in given and _text(given[name]) != value:
+            raise ConfigError(
+                f"runtime.xla_flags.{name} is {given[name]}, but runtime.deterministic needs "
+                f"{value}: remove the flag, or set runtime.deterministic to false"
+            )
+    return {**given, **DETERMINISTIC}
+
+
 def table_rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:
     """Rows for a GPU and a JAX version; none for a CPU or a GPU that nobody measured."""
     series = ".".join(jax_version.split(".")[:2])
@@ -72,8 +97,12 @@ def combine(
     for name, value in chosen.items():
         ours.pop(name, None)
         if value is not None:
-            ours[name] = str(value).lower() if isinstance(value, bool) else str(value)
+            ours[name] = _text(value)
     return " ".join([*kept, *(f"--{name}={value}" for name, value in ours.items())]), ours
+
+
+def _text(value: FlagValue) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _word_name(word: str) -> str:

@@ -31,7 +31,7 @@ from jaxtron.optim.decoupled_lr import with_decoupled_lr
 from jaxtron.optim.lion import lion
 from jaxtron.optim.muon import check_muon, muon
 from jaxtron.optim.plan import Plan
-from jaxtron.optim.schedule import learning_rate_schedule
+from jaxtron.optim.schedule import Schedule, learning_rate_schedule
 from jaxtron.optim.sgd import sgd
 from jaxtron.optim.weight_decay import check_weight_decay, weight_decay_schedule
 from jaxtron.plugins import import_function
@@ -50,7 +50,11 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 
 def make_optimizer(
-    config: OptimizerConfig, *, total_steps: int, logical_axes: Any
+    config: OptimizerConfig,
+    *,
+    total_steps: int,
+    logical_axes: Any,
+    position: Schedule | None = None,
 ) -> optax.GradientTransformation:
     """The update rule that ``optimizer.name`` asks for; clipping is done before it.
 
@@ -58,6 +62,7 @@ def make_optimizer(
         config: the section ``optimizer``.
         total_steps: ``train.steps``, the default length of the learning-rate decay.
         logical_axes: a tree like the parameters, whose leaves are tuples of logical axis names.
+        position: place in the plans by count of updates; default: the count.
 
     Returns:
         A transformation whose state holds moments in trees like the parameters and int32 counts of
@@ -73,8 +78,12 @@ def make_optimizer(
         return factory(
             Plan(
                 config=config,
-                learning_rate=learning_rate_schedule(config, total_steps=total_steps),
-                weight_decay=weight_decay_schedule(config, total_steps=total_steps),
+                learning_rate=learning_rate_schedule(
+                    config, total_steps=total_steps, position=position
+                ),
+                weight_decay=weight_decay_schedule(
+                    config, total_steps=total_steps, position=position
+                ),
                 decay_mask=decay_mask(logical_axes, qk_layernorm=config.apply_wd_to_qk_layernorm),
                 logical_axes=logical_axes,
             )

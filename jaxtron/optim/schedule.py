@@ -17,8 +17,13 @@ from jaxtron.optim.decoupled_lr import decoupled_config
 Schedule = Callable[[jax.Array | int], jax.Array]
 
 
-def learning_rate_schedule(config: OptimizerConfig, *, total_steps: int) -> Schedule:
+def learning_rate_schedule(
+    config: OptimizerConfig, *, total_steps: int, position: Schedule | None = None
+) -> Schedule:
     """``lr(n)``: int32 count of finished steps -> float32 learning rate; usable under ``jit``.
+
+    ``position`` maps the count to the place in the plan (steps, fp32), where batches differ in
+    size; default: the count itself.
 
     With W warm-up steps and D decay steps (``lr_decay_steps``, else ``total_steps``):
 
@@ -40,7 +45,7 @@ def learning_rate_schedule(config: OptimizerConfig, *, total_steps: int) -> Sche
     decay = config.lr_decay_steps or total_steps
 
     def schedule(count: jax.Array | int) -> jax.Array:
-        n = jnp.asarray(count).astype(jnp.float32)
+        n = jnp.asarray(count if position is None else position(count)).astype(jnp.float32)
         if config.lr_decay_style == "constant":
             lr = jnp.full_like(n, config.lr)
         else:

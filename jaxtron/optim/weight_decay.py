@@ -11,12 +11,14 @@ from jaxtron.optim.config import OptimizerConfig
 from jaxtron.optim.schedule import Schedule
 
 
-def weight_decay_schedule(config: OptimizerConfig, *, total_steps: int) -> float | Schedule:
+def weight_decay_schedule(
+    config: OptimizerConfig, *, total_steps: int, position: Schedule | None = None
+) -> float | Schedule:
     """``weight_decay`` or, with a style other than ``constant``, a function of finished steps.
 
     As Megatron's ``OptimizerParamScheduler``: ``start + c * (end - start)`` with ``r = n / N`` of
     the ``N`` steps of the run, ``c = r`` (linear) or ``(cos(pi (1 - r)) + 1) / 2`` (cosine), and
-    ``end`` after them.
+    ``end`` after them. ``position`` is as in ``learning_rate_schedule``.
 
     Raises:
         ConfigError: as :func:`check_weight_decay`.
@@ -27,7 +29,8 @@ def weight_decay_schedule(config: OptimizerConfig, *, total_steps: int) -> float
         return config.weight_decay
 
     def schedule(count: jax.Array | int) -> jax.Array:
-        progress = jnp.asarray(count).astype(jnp.float32) / max(total_steps, 1)
+        n = jnp.asarray(count if position is None else position(count)).astype(jnp.float32)
+        progress = n / max(total_steps, 1)
         progress = jnp.minimum(progress, 1.0)
         if config.weight_decay_incr_style == "cosine":
             progress = 0.5 * (jnp.cos(jnp.pi * (1.0 - progress)) + 1.0)

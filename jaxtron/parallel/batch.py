@@ -46,21 +46,28 @@ class BatchPlacement:
     @property
     def rows(self) -> list[int]:
         """Rows of the global batch that this process loads, ascending."""
+        return self.rows_of(self.num_microbatches * self.rows_per_microbatch)
+
+    def rows_of(self, global_batch_size: int) -> list[int]:
+        """The same for a batch with another number of microbatches (a growing batch)."""
         columns, r = self._columns, self.rows_per_microbatch
-        return [k * r + c for k in range(self.num_microbatches) for c in columns]
+        return [k * r + c for k in range(global_batch_size // r) for c in columns]
 
     def place(self, batch: Batch) -> dict[str, jax.Array]:
         """Put this process's rows ``{name: [len(rows), seq]}`` on its devices.
+
+        Their number decides the number of microbatches.
 
         Returns:
             global arrays ``{name: [microbatch, R, seq]}``; the tokens of a row lie in the order in
             which the members of ``context`` hold them.
         """
-        m, r = self.num_microbatches, self.rows_per_microbatch
+        r = self.rows_per_microbatch
         position = {column: i for i, column in enumerate(self._columns)}
 
         def put(local: np.ndarray) -> jax.Array:
             local = self.context.place(local)
+            m = len(local) // len(position)
             local = local.reshape(m, len(position), *local.shape[1:])
             shape = (m, r, *local.shape[2:])
 

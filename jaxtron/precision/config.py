@@ -3,13 +3,16 @@
 from typing import Literal
 
 from jaxtron.config.fields import key, section
+from jaxtron.errors import ConfigError
 
 
 @section
 class PrecisionConfig:
     """Formats of parameters, arithmetic and gradient reduction."""
 
-    compute: Literal["bf16", "fp32"] = key("bf16", "Format of matrix products and activations.")
+    compute: Literal["bf16", "fp16", "fp32"] = key(
+        "bf16", "Format of matrix products and activations; fp16 scales the loss."
+    )
     params: Literal["fp32"] = key("fp32", "Format of the master weights.")
     grads: Literal["fp32"] = key("fp32", "Format in which gradients are accumulated.")
     grad_reduce: Literal["fp32", "bf16"] = key(
@@ -42,3 +45,39 @@ class PrecisionConfig:
         1, "First layers that first_last_layers_bf16 keeps.", ge=0
     )
     num_layers_at_end_in_bf16: int = key(1, "Last layers that first_last_layers_bf16 keeps.", ge=0)
+    loss_scale: float | None = key(
+        None, "Constant factor on the loss under fp16; null: it follows the gradients.", gt=0
+    )
+    initial_loss_scale: float = key(2.0**32, "First factor on the loss under fp16.", gt=0)
+    min_loss_scale: float = key(1.0, "Smallest factor on the loss under fp16.", gt=0)
+    loss_scale_window: int = key(
+        1000, "Steps in a row without overflow after which the factor doubles.", ge=1
+    )
+    hysteresis: int = key(
+        2,
+        "From this overflow on since the factor last grew, each one halves it.",
+        ge=1,
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse a loss scale that means nothing.
+
+        Raises:
+            ConfigError: a constant scale without fp16, bounds that contradict each other, or fp16
+                together with FP8.
+        """
+        if self.loss_scale is not None and self.compute != "fp16":
+            raise ConfigError(
+                f"precision.loss_scale is {self.loss_scale:g}, but only fp16 scales the loss and "
+                f"precision.compute is {self.compute}: set precision.loss_scale to null"
+            )
+        if self.fp8 is not None and self.compute == "fp16":
+            raise ConfigError(
+                f"precision.fp8 is {self.fp8} but precision.compute is fp16: FP8 products are "
+                "made for bf16; set precision.compute to bf16, or precision.fp8 to null"
+            )
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ConfigError(
+                f"precision.min_loss_scale {self.min_loss_scale:g} is more than "
+                f"precision.initial_loss_scale {self.initial_loss_scale:g}: lower it"
+            )

@@ -1,7 +1,7 @@
 import pytest
 
 from jaxtron.errors import ConfigError
-from jaxtron.launch.xla_flags import combine, table_rows
+from jaxtron.launch.xla_flags import DETERMINISTIC, combine, table_rows, with_determinism
 
 TRITON = "xla_gpu_enable_triton_gemm"
 
@@ -36,3 +36,16 @@ def test_user_flags_count_before_the_environment_and_that_before_the_table(
 def test_a_name_that_is_no_xla_flag_is_refused(name):
     with pytest.raises(ConfigError, match=r"runtime\.xla_flags"):
         combine((), "", {name: 1})
+
+
+def test_determinism_counts_before_everything_and_keeps_other_flags():
+    overrides = with_determinism({"xla_a": 1, "xla_gpu_deterministic_ops": True})
+    flags, _ = combine((), "--xla_gpu_autotune_level=4 --xla_b", overrides)
+    expected = {f"--{name}={value}" for name, value in DETERMINISTIC.items()}
+    assert set(flags.split()) == {"--xla_a=1", "--xla_b", *expected}
+
+
+@pytest.mark.parametrize("value", [4, None, "1"])
+def test_a_flag_against_determinism_is_refused(value):
+    with pytest.raises(ConfigError, match=r"xla_gpu_autotune_level is .*deterministic needs 0"):
+        with_determinism({"--xla_gpu_autotune_level": value})
