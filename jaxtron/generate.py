@@ -6,11 +6,14 @@ import logging
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.cli import parse_with_overrides, run
+from jaxtron.config.config import Config
 from jaxtron.config.load import load_config
+from jaxtron.config.validate import validate_for_training
 from jaxtron.data.tokenizers import Tokenizer, load_tokenizer
 from jaxtron.errors import CheckpointError, ConfigError
 from jaxtron.launch.initialize import launch
@@ -83,6 +86,57 @@ def generate(
     return tokenizer.decode(added)
 
 
+def fitting_layout(config: Config, num_devices: int) -> Config:
+    """The configuration with a layout that fits ``num_devices`` devices.
+
+    That of the run where it fits. Otherwise ``parallel.tensor`` is the largest size that the model
+    and the devices allow, because it splits the weights while they are used, and ``fsdp`` the rest.
+
+    Raises:
+        ConfigError: what is wrong with the configuration, when no layout mends it.
+    """
+    try:
+        validate_for_training(config, num_devices)
+        return config
+    except ConfigError as error:
+        refusal = error
+    divisors = [t for t in range(1, num_devices + 1) if num_devices % t == 0]
+    for tensor in reversed(divisors):
+        rest = num_devices // tensor
+        parallel = dataclasses.replace(
+            config.parallel,
+            pipeline=1,
+            data=1,
+            fsdp=rest,
+            expert=1,
+            context=1,
+            tensor=tensor,
+            sequence_parallel=None,
+            virtual_pipeline=1,
+            pipeline_layout=None,
+            rules={},
+        )
+        train = dataclasses.replace(
+            config.train,
+            global_batch_size=rest,
+            rampup_batch_size=None,
+            micro_batch_size=1,
+            num_microbatches=None,
+        )
+        candidate = dataclasses.replace(config, parallel=parallel, train=train)
+        try:
+            validate_for_training(candidate, num_devices)
+        except ConfigError:
+            continue
+        print(
+            f"the layout of the run does not fit {num_devices} device(s); using "
+            f"parallel.tensor={tensor} parallel.fsdp={rest}",
+            file=sys.stderr,
+        )
+        return candidate
+    raise refusal
+
+
 def main(argv: list[str] | None = None) -> int:
     """Load the newest checkpoint of a run and print a continuation."""
     parser = argparse.ArgumentParser(
@@ -116,6 +170,8 @@ def main(argv: list[str] | None = None) -> int:
     if folder is None:
         raise CheckpointError("checkpoint.dir is null: give --checkpoint FOLDER")
     tokenizer = load_tokenizer(config.data.tokenizer)
+    if not any(override.startswith("parallel.") for override in args.overrides):
+        config = fitting_layout(config, jax.device_count())
     program = Program(config)
     checkpointer = Checkpointer(
         dataclasses.replace(config.checkpoint, dir=None, interval=0, load=str(Path(folder)))

@@ -37,6 +37,7 @@ _ORDER_KEYS = (
     "data.packing",
     "data.overlong",
 )
+_PATH_KEYS = ("data.paths", "data.train_paths")
 _LR_PLAN_KEYS = (
     "optimizer.lr",
     "optimizer.min_lr",
@@ -55,15 +56,20 @@ _LR_PLAN_KEYS = (
 
 
 def run_meta(
-    config: Config, consumed_samples: int, data_order: int | None = None
+    config: Config,
+    consumed_samples: int,
+    data_order: int | None = None,
+    data_files: list[int] | None = None,
 ) -> dict[str, Any]:
     """What a checkpoint records beside the arrays.
 
-    ``data_order`` is from :func:`jaxtron.data.order.order_digest`.
+    ``data_order`` and ``data_files`` are from ``order_digest`` and ``file_fingerprints`` in
+    :mod:`jaxtron.data.order`.
     """
     return {
         "consumed_samples": consumed_samples,
         "data_order": data_order,
+        "data_files": data_files,
         "config": to_dict(config),
     }
 
@@ -155,8 +161,21 @@ def check_architecture(config: Config, meta: Mapping[str, Any], where: str) -> N
         )
 
 
-def check_continuation(config: Config, meta: Mapping[str, Any], where: str) -> None:
+def _moved(saved: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    """Whether two lists of paths and weights differ in the paths alone."""
+    old, new = _value(saved, key), _value(now, key)
+    return len(old) == len(new) and all(
+        a == b or (isinstance(a, str) and isinstance(b, str)) for a, b in zip(old, new)
+    )
+
+
+def check_continuation(
+    config: Config, meta: Mapping[str, Any], where: str, data_files: list[int] | None = None
+) -> None:
     """Refuse to go on with another data order or, unasked, another learning-rate plan.
+
+    Files may lie elsewhere than they did: paths that differ are accepted when ``data_files``, their
+    fingerprints, are those that the checkpoint records.
 
     Raises:
         CheckpointError: every differing key is listed, with the ways to proceed.
@@ -164,14 +183,22 @@ def check_continuation(config: Config, meta: Mapping[str, Any], where: str) -> N
     if "config" not in meta:
         raise CheckpointError(_no_record(where, "the configuration of its run"))
     saved, now = meta["config"], to_dict(config)
-    if problems := _differences(saved, now, _ORDER_KEYS):
+    same_files = data_files is not None and meta.get("data_files") == data_files
+    names = tuple(
+        name
+        for name in _ORDER_KEYS
+        if not (name in _PATH_KEYS and same_files and _moved(saved, now, name))
+    )
+    if moved := _differences(saved, now, tuple(n for n in _ORDER_KEYS if n not in names)):
+        log.info("the data has moved, its contents are the same:\n  %s", "\n  ".join(moved))
+    if problems := _differences(saved, now, names):
         raise CheckpointError(
             f"going on from {where} would read other samples than the run it continues:\n  "
             + "\n  ".join(problems)
             + "\nrestore these keys, or start a new run from the weights with checkpoint.load=... "
             "checkpoint.finetune=true and another checkpoint.dir"
         )
-    names: tuple[str, ...] = _LR_PLAN_KEYS
+    names = _LR_PLAN_KEYS
     decays = config.optimizer.lr_decay_style != "constant"
     if decays and config.optimizer.lr_decay_steps is None:
         names = (*names, "train.steps")

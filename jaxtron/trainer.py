@@ -15,7 +15,7 @@ from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
 from jaxtron.data.build import Datasets, build_datasets
 from jaxtron.data.loader import batches
-from jaxtron.data.order import check_order, order_digest
+from jaxtron.data.order import check_order, file_fingerprints, order_digest
 from jaxtron.data.source import RowDataset
 from jaxtron.errors import DataError
 from jaxtron.observe.logger import RunLogger
@@ -64,6 +64,7 @@ class Trainer:
         self.program = Program(config, devices)
         self.checkpointer = Checkpointer(config.checkpoint)
         self.datasets = self._open_data()
+        self.data_files = file_fingerprints(self.datasets.train)
 
     def fit(self) -> Result:
         """Train to ``train.steps``, or until an exit condition; saves at the end."""
@@ -113,7 +114,7 @@ class Trainer:
         meta = self.checkpointer.read_meta(start.step, directory=start.directory)
         check_architecture(self.config, meta, where)
         if not start.weights_only:
-            check_continuation(self.config, meta, where)
+            check_continuation(self.config, meta, where, self.data_files)
         abstract = start.select(self.program.abstract_state())
         if "loss_scale" not in self.checkpointer.entries(start.step, directory=start.directory):
             abstract.pop("loss_scale", None)  # the run before did not compute in fp16
@@ -134,7 +135,7 @@ class Trainer:
             dataloader_type=self.config.data.dataloader_type,
             seed=self.config.train.seed,
         )
-        return run_meta(self.config, consumed, order)
+        return run_meta(self.config, consumed, order, self.data_files)
 
     # -- loop ----------------------------------------------------------------------------------
 

@@ -219,6 +219,17 @@ class BlendedDataset:
         component = int(self.indices.dataset_index[index])
         return (component, *(inner(row) if inner else (row,)))
 
+    def fingerprints(self) -> list[int] | None:
+        """Of the files of all components in order; None when one of them does not say."""
+        found = []
+        for dataset in self.datasets:
+            inner = getattr(dataset, "fingerprints", None)
+            own = inner() if inner else None
+            if own is None:
+                return None
+            found += own
+        return found
+
     def _component(self, index: int) -> tuple[RowDataset, int]:
         dataset = self.datasets[int(self.indices.dataset_index[index])]
         if dataset is None:

@@ -109,6 +109,10 @@ class GPTDataset:
         sequence, offset, length = pieces[-1]
         return (*pieces[0][:2], sequence, offset + (length or 0))
 
+    def fingerprints(self) -> list[int]:
+        """Of the files that the rows come from; see :meth:`IndexedDataset.fingerprint`."""
+        return [self.indexed.fingerprint()]
+
     def _pieces(self, index: int) -> list[tuple[int, int, int | None]]:
         """(sequence, offset, length) of every part of row `index`."""
         if not 0 <= index < len(self):

@@ -47,6 +47,12 @@ def order_digest(
     return digest
 
 
+def file_fingerprints(dataset: RowDataset | None) -> list[int] | None:
+    """What tells the dataset's files from others, wherever they lie; None if it does not say."""
+    fingerprints = getattr(dataset, "fingerprints", None)
+    return None if fingerprints is None else fingerprints()
+
+
 def check_order(meta: Mapping[str, Any], now: int | None, where: str) -> None:
     """Refuse to go on when samples read before are no longer what they were.
 

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -15,6 +15,7 @@ MAX_POINTS = 1500
 """A curve with more steps is drawn as the mean of equal groups of steps, with their range."""
 
 _BLUE, _ORANGE, _GREY = "#2563a8", "#c2410c", "#64748b"
+_EVALUATION_COLOURS = (_ORANGE, "#be185d", "#4d7c0f", "#0369a1", "#92400e")
 _REFERENCE_COLOURS = ("#15803d", "#7c3aed", "#a16207", "#0e7490")
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -49,8 +50,10 @@ class ReferenceLine(NamedTuple):
     value: float
 
 
-def loss_plot(train: Series, evaluation: Series, references: Sequence[ReferenceLine] = ()) -> str:
-    """Training loss, evaluation loss and reference lines over steps, as SVG."""
+def loss_plot(
+    train: Series, evaluations: Mapping[str, Series], references: Sequence[ReferenceLine] = ()
+) -> str:
+    """Training loss, evaluation losses by label and reference lines over steps, as SVG."""
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "loss"}):
         figure = Figure(figsize=(10.4, 4.9), layout="constrained")
         axes = figure.subplots()
@@ -61,10 +64,9 @@ def loss_plot(train: Series, evaluation: Series, references: Sequence[ReferenceL
             _curve(axes, train, "#9dbfe3", label="train, each step", linewidth=0.9)
             window = f"train, mean over {smooth.window} steps"
             _curve(axes, Series(train.steps, smooth.values), _BLUE, label=window, band=False)
-        if len(evaluation.steps):
-            axes.plot(
-                *evaluation, "o-", color=_ORANGE, markersize=4.5, linewidth=1.2, label="evaluation"
-            )
+        for number, (label, series) in enumerate(evaluations.items()):
+            colour = _EVALUATION_COLOURS[number % len(_EVALUATION_COLOURS)]
+            axes.plot(*series, "o-", color=colour, markersize=4.5, linewidth=1.2, label=label)
         for number, line in enumerate(references):
             colour = _REFERENCE_COLOURS[number % len(_REFERENCE_COLOURS)]
             label = f"{line.label}: {line.value:.3f}"
@@ -80,7 +82,8 @@ def loss_plot(train: Series, evaluation: Series, references: Sequence[ReferenceL
                 label="loss is not a number",
             )
         levels = np.array([line.value for line in references])
-        _scale(axes, np.concatenate([train.values, evaluation.values, levels]))
+        evaluated = [series.values for series in evaluations.values()]
+        _scale(axes, np.concatenate([train.values, *evaluated, levels]))
         axes.set_ylabel("loss [nats per token]")
         figure.legend(loc="outside upper left", ncols=3)
         return _svg(figure, axes, "Training and evaluation loss over steps")

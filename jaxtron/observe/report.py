@@ -90,7 +90,7 @@ def report_page(folder: Path) -> str:
     return _PAGE.substitute(
         title=html.escape(notes.title or folder.resolve().name),
         folder=html.escape(str(folder.resolve())),
-        loss=plots.loss_plot(_series(train, "loss"), _series(evaluation, "eval_loss"), references),
+        loss=plots.loss_plot(_series(train, "loss"), _evaluations(evaluation), references),
         learning_rate=plots.learning_rate_plot(_series(train, "lr")),
         gradient_norm=plots.gradient_norm_plot(_series(train, "grad_norm")),
         throughput=plots.throughput_plot(_series(train, "tokens_per_s_per_gpu")),
@@ -182,6 +182,18 @@ def final_numbers(
     if broken:
         rows.append(("Steps whose loss is not a number", f"{broken:,}"))
     return rows
+
+
+def _evaluations(records: list[Record]) -> dict[str, plots.Series]:
+    """Curves by label: ``evaluation`` and, by name, each further validation set."""
+    if not records:
+        return {}
+    names = {key for record in records for key in record if key.startswith("eval_loss/")}
+    curves = {"evaluation": _series(records, "eval_loss")}
+    return curves | {
+        f"evaluation: {name.removeprefix('eval_loss/')}": _series(records, name)
+        for name in sorted(names)
+    }
 
 
 def _series(records: list[Record], key: str) -> plots.Series:

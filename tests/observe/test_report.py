@@ -54,6 +54,17 @@ def page(run):
     return report_page(run)
 
 
+def test_every_validation_set_has_a_curve(tmp_path):
+    lines = [encode(record(step, 7.0)) for step in (1, 2)]
+    sets = {"eval_loss/code": 4.5, "eval_loss/law": 6.5}
+    for step in (1, 2):
+        lines.append(encode({"step": step, "eval_loss": 5.5, "eval_tokens": 64, **sets}))
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    page = report_page(tmp_path)
+    for label in ("evaluation", "evaluation: code", "evaluation: law"):
+        assert f">{label}</text>" in page
+
+
 class Balance(HTMLParser):
     """Checks that tags close in order."""
 
@@ -165,8 +176,7 @@ def test_a_long_run_stays_small_and_shows_its_spike():
     steps = np.arange(1, 100_001)
     values = np.full(len(steps), 2.0)
     values[50_000] = 9.0
-    none = plots.Series(np.array([], int), np.array([]))
-    svg = plots.loss_plot(plots.Series(steps, values), none)
+    svg = plots.loss_plot(plots.Series(steps, values), {})
     assert len(svg) < 400_000
     ticks = [float(text) for text in re.findall(r">(\d+(?:\.\d+)?)</text>", svg)]
     assert 9.0 in ticks or 8.0 in ticks
@@ -181,5 +191,5 @@ def test_the_axis_is_logarithmic_where_values_span_more_than_ten(top, logarithmi
 
 def test_labels_are_text_whatever_they_hold():
     series = plots.Series(np.arange(1, 4), np.array([3.0, 2.0, 1.0]))
-    svg = plots.loss_plot(series, series, [plots.ReferenceLine("a $_ <b>", 2.0)])
+    svg = plots.loss_plot(series, {"evaluation": series}, [plots.ReferenceLine("a $_ <b>", 2.0)])
     assert "a $_ &lt;b&gt;: 2.000" in svg
