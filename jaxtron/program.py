@@ -276,6 +276,7 @@ class Program:
             vocab_size=self.config.model.vocab_size,
             z_loss_coeff=self.config.loss.z_loss_coeff,
             chunk_tokens=self.config.loss.chunk_tokens,
+            logits_dtype=DTYPES[self.config.precision.logits],
         )
         return cross_entropy(
             x.reshape(-1, x.shape[-1]),

@@ -30,12 +30,14 @@ class CrossEntropy:
         vocab_size: logical vocabulary; later rows of the weight are outside the softmax.
         z_loss_coeff: weight of ``log(Z)^2`` in the objective (PaLM, arXiv:2204.02311).
         chunk_tokens: tokens per chunk; None: as many as CHUNK_BYTES holds.
+        logits_dtype: to which logits are rounded before the softmax, which is fp32.
     """
 
     region: Region
     vocab_size: int
     z_loss_coeff: float = 0.0
     chunk_tokens: int | None = None
+    logits_dtype: Any = jnp.float32
 
     def __call__(
         self, x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
@@ -81,7 +83,8 @@ def _chunk_loss(
     region, rows = ce.region, weight.shape[0]
     valid = token_weights > 0
     x = jnp.where(valid[:, None], x, 0)
-    logits = jnp.einsum("th,vh->tv", x, weight, preferred_element_type=jnp.float32)
+    logits = jnp.einsum("th,vh->tv", x, weight, preferred_element_type=ce.logits_dtype)
+    logits = logits.astype(jnp.float32)
     first = region.index("tensor") * rows
     column = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     logits = jnp.where(column < ce.vocab_size, logits, -jnp.inf)

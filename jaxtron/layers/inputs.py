@@ -73,12 +73,15 @@ class LayerInputs:
             with its mask.
         rotary: tables ``(cos, sin)`` of the rotary embedding, or None.
         randomness: dropout of this step, or None when nothing is dropped.
+        dtype: of what enters matrix products; the residual stream's too, unless
+            ``model.fp32_residual_connection``.
     """
 
     region: Region
     attend: Attend
     rotary: tuple[jax.Array, jax.Array] | None
     randomness: Randomness | None
+    dtype: jnp.dtype
 
     def hidden_dropout(self, x: jax.Array, layer: LayerNumber, site: str) -> jax.Array:
         """Dropout of ``x [b, s/tensor, h]``, when there is any."""

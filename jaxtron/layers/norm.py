@@ -23,8 +23,8 @@ class Norm(nnx.Module):
         if self.centered:
             self.bias = zeros((size,), (axis,))
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise ``x [..., size]``; the result has its dtype."""
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """Normalise ``x [..., size]``; the result has ``dtype``, by default that of ``x``."""
         y = x.astype(jnp.float32)
         if self.centered:
             y = y - jnp.mean(y, axis=-1, keepdims=True)
@@ -32,4 +32,4 @@ class Norm(nnx.Module):
         y = y * self.weight[...]
         if self.centered:
             y = y + self.bias[...]
-        return y.astype(x.dtype)
+        return y.astype(dtype or x.dtype)

@@ -14,7 +14,7 @@ from jaxtron.models.config import ModelConfig
 
 
 class TransformerLayer(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``.
+    """``x += attention(norm(x)); x += mlp(norm(x))``; both sums in the dtype of the stream.
 
     Output projections start at ``init_method_std / sqrt(2 num_layers)``, as in GPT-2 and Megatron.
     """
@@ -28,8 +28,8 @@ class TransformerLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
         """Advance the residual stream ``x [b, s/tensor, h]`` by layer number ``layer``."""
-        y = checkpoint_name(self.attention_norm(x), "attention_norm")
+        y = checkpoint_name(self.attention_norm(x, inputs.dtype), "attention_norm")
         y = checkpoint_name(self.attention(y, inputs, layer), "attn_proj")
         x = x + inputs.hidden_dropout(y, layer, "attention")
-        y = self.mlp(checkpoint_name(self.mlp_norm(x), "mlp_norm"), inputs)
+        y = self.mlp(checkpoint_name(self.mlp_norm(x, inputs.dtype), "mlp_norm"), inputs)
         return x + inputs.hidden_dropout(y, layer, "mlp")

@@ -27,6 +27,9 @@ class ModelConfig:
     max_position_embeddings: int = key(help="Longest sequence the model accepts.", ge=1)
     normalization: Literal["RMSNorm", "LayerNorm"] = key("RMSNorm", "Kind of norm.")
     layernorm_epsilon: float = key(1.0e-5, "Added to the variance in norms.", gt=0)
+    fp32_residual_connection: bool = key(
+        False, "Keep the residual stream in fp32 between the layers."
+    )
     activation: Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu", "squared_relu"] = key(
         "swiglu", "MLP activation; swiglu and geglu are gated; gelu_tanh is GPT-2's."
     )

@@ -143,7 +143,10 @@ class Decoder:
             attend=jax.checkpoint(attend) if remat.recompute == "selective" else attend,
             rotary=rotary,
             randomness=randomness,
+            dtype=x.dtype,
         )
+        if config.fp32_residual_connection:
+            x = x.astype(jnp.float32)
         x = inputs.hidden_dropout(x, 0, "embedding")
 
         def layer(x: jax.Array, weights: Params, number: LayerNumber) -> jax.Array:
@@ -151,7 +154,7 @@ class Decoder:
 
         x = run_layers(layer, x, params["layers"], remat)
         norm = nnx.merge(self._graphs["final_norm"], fetch("final_norm", params["final_norm"]))
-        return region.gather_sequence(norm(x))
+        return region.gather_sequence(norm(x, inputs.dtype))
 
     def output_weight(self, params: Params, fetch: Fetch) -> jax.Array:
         """Weight of the output layer ``[vocab/tensor, h]``: its own, or the embedding's."""

@@ -13,6 +13,9 @@ class PrecisionConfig:
     compute: Literal["bf16", "fp16", "fp32"] = key(
         "bf16", "Format of matrix products and activations; fp16 scales the loss."
     )
+    logits: Literal["fp32", "bf16"] = key(
+        "fp32", "Format to which the output layer rounds logits; softmax and loss are fp32."
+    )
     params: Literal["fp32"] = key("fp32", "Format of the master weights.")
     grads: Literal["fp32"] = key("fp32", "Format in which gradients are accumulated.")
     grad_reduce: Literal["fp32", "bf16"] = key(
