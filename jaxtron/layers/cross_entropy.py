@@ -85,6 +85,9 @@ def _chunk_loss(
     x = jnp.where(valid[:, None], x, 0)
     logits = jnp.einsum("th,vh->tv", x, weight, preferred_element_type=ce.logits_dtype)
     logits = logits.astype(jnp.float32)
+    if ce.logits_dtype != jnp.float32:  # XLA may leave out a rounding there and back
+        info = jnp.finfo(ce.logits_dtype)
+        logits = lax.reduce_precision(logits, info.nexp, info.nmant)
     first = region.index("tensor") * rows
     column = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     logits = jnp.where(column < ce.vocab_size, logits, -jnp.inf)
