@@ -41,7 +41,7 @@ from jaxtron.parallel.context.layout import context_layout
 from jaxtron.parallel.microbatches import GradientPlan
 from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.parallel.region import Region
-from jaxtron.parallel.state_sharding import optimizer_state_shardings
+from jaxtron.parallel.state_sharding import moments_on_host, optimizer_state_shardings
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
 from jaxtron.precision.loss_scale import loss_scaler
@@ -156,14 +156,17 @@ class Program:
         )
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         abstract_opt = jax.eval_shape(self.optimizer.init, self.model.shapes)
+        self._opt_shardings = optimizer_state_shardings(
+            abstract_opt, self.model.shapes, param_shardings
+        )
         self.state_shardings: State = {
             "params": param_shardings,
-            "opt_state": optimizer_state_shardings(
-                abstract_opt, self.model.shapes, param_shardings
-            ),
+            "opt_state": self._opt_shardings,
             "step": self.replicated,
             "updates": self.replicated,
         }
+        if config.optimizer.offload:
+            self.state_shardings["opt_state"] = moments_on_host(abstract_opt, self._opt_shardings)
         self.scaler = loss_scaler(precision)
         if self.scaler is not None:
             self.state_shardings["loss_scale"] = jax.tree.map(
@@ -353,7 +356,12 @@ class Program:
         scale = 1.0 if self.scaler is None else state["loss_scale"]["scale"]
         loss, tokens, grads = self.loss_and_gradients(params, batch, state["step"], scale)
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
-        updates, opt_state = self.optimizer.update(grads, state["opt_state"], params)
+        before = state["opt_state"]
+        if self.config.optimizer.offload:
+            # Moments come to the device once the gradients are there, not before.
+            before, grads = lax.optimization_barrier((before, grads))
+            before = jax.device_put(before, self._opt_shardings)
+        updates, opt_state = self.optimizer.update(grads, before, params)
         applies = tokens > 0
         if self.scaler is not None:  # one number for all devices: they decide alike
             finite = jnp.isfinite(grad_norm)
@@ -374,10 +382,14 @@ class Program:
         }
         new_state = {
             "params": keep(jax.tree.map(jnp.add, params, updates), params),
-            "opt_state": keep(opt_state, state["opt_state"]),
+            "opt_state": keep(opt_state, before),
             "step": state["step"] + 1,
             "updates": state["updates"] + applies,
         }
+        if self.config.optimizer.offload:
+            new_state["opt_state"] = jax.device_put(
+                new_state["opt_state"], self.state_shardings["opt_state"]
+            )
         if self.scaler is not None:
             metrics["loss_scale"] = scale
             new_state["loss_scale"] = self.scaler.update(state["loss_scale"], finite)

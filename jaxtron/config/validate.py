@@ -375,6 +375,15 @@ def _ramp_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _offload_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
+    if config.optimizer.offload and axes["pipeline"] > 1:
+        yield (
+            f"optimizer.offload is true but parallel.pipeline is {axes['pipeline']}: moments of a "
+            "pipeline are put in another order for every save, which needs them on the devices; "
+            "set optimizer.offload to false, or parallel.pipeline to 1"
+        )
+
+
 # What only training needs.
 
 
@@ -454,6 +463,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _axes_can_train,
     _ramp_runs_alone,
+    _offload_runs_alone,
     _layers_can_use_rules,
     _tokenizer_fits_vocabulary,
     _optimizer_can_be_built,

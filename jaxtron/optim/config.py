@@ -64,6 +64,11 @@ class OptimizerConfig:
     exp_avg_dtype: Literal["fp32", "bf16"] = key(
         "fp32", "Type in which adamw stores its first moment."
     )
+    offload: bool = key(
+        False,
+        "Keep moments in pinned host memory between updates: less GPU memory during forward and "
+        "backward passes, a slower update.",
+    )
     sgd_momentum: float = key(0.9, "Momentum of sgd; 0: none.", ge=0, lt=1)
     lion_beta1: float = key(0.9, "Share of Lion's momentum in its update.", ge=0, lt=1)
     lion_beta2: float = key(0.99, "Decay of Lion's momentum.", ge=0, lt=1)

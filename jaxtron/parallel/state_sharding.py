@@ -5,6 +5,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtron.errors import ConfigError
+
+HOST = "pinned_host"
+
 
 def optimizer_state_shardings(abstract_state: Any, shapes: Any, shardings: Any) -> Any:
     """Sharding of every leaf of an optimizer's state.
@@ -33,3 +37,24 @@ def optimizer_state_shardings(abstract_state: Any, shapes: Any, shardings: Any) 
         return replicated
 
     return jax.tree_util.tree_map_with_path(sharding, abstract_state)
+
+
+def moments_on_host(abstract_state: Any, shardings: Any) -> Any:
+    """The shardings of an optimizer's state with its arrays, not its counts, in pinned host memory.
+
+    Raises:
+        ConfigError: the devices have no such memory.
+    """
+    mesh = jax.tree.leaves(shardings)[0].mesh
+    for device in mesh.local_mesh.devices.flat:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in kinds:
+            raise ConfigError(
+                f"optimizer.offload keeps moments in the memory {HOST}, which {device} does not "
+                f"offer (it has {', '.join(kinds)}): set optimizer.offload to false"
+            )
+    return jax.tree.map(
+        lambda leaf, sharding: sharding.with_memory_kind(HOST) if leaf.ndim else sharding,
+        abstract_state,
+        shardings,
+    )
