@@ -121,6 +121,7 @@ def test_the_learning_rate_waits_for_a_step_that_counts() -> None:
         skipped.append(int(metrics["skipped"]))
     first = skipped.index(0)
     assert first > 0 and skipped[first] == 0
+    assert program.train_step._cache_size() == 1  # whatever the scale
     assert int(state["updates"]) == skipped.count(0)
     np.testing.assert_allclose(rates[: first + 1], 0.01, rtol=1e-6)
     np.testing.assert_allclose(rates[first + 1], 0.01 * 2 / 3, rtol=1e-6)
