@@ -7,8 +7,12 @@ from jaxtron.errors import ConfigError
 from jaxtron.precision.config import PrecisionConfig
 from jaxtron.precision.fp8_layers import bf16_layers, has_layer_exceptions
 
-_USE = "set precision.fp8 to current or delayed"
+_USE = "set precision.fp8 to current"
 _NOT_BUILT = {
+    "delayed": (
+        "this version takes every scale from the tensor itself and keeps no history of largest "
+        "magnitudes"
+    ),
     "blockwise": (
         "scales per 1x128 and 128x128 block need a matrix product that rescales its partial sums, "
         "which cuBLASLt, and so XLA, does not have on this GPU generation"
@@ -41,6 +45,11 @@ def check_recipe(
     if config.fp8 in _NOT_BUILT:
         reason = _NOT_BUILT[config.fp8]
         yield f"precision.fp8 is {config.fp8}, which is not available: {reason}: {_USE}"
+    if config.compute == "fp16":
+        yield (
+            f"precision.fp8 is {config.fp8} and precision.compute is fp16: FP8 products add up to "
+            "bf16 or fp32: set precision.compute to bf16, or precision.fp8 to null"
+        )
     if len(bf16_layers(config, num_layers)) == num_layers:
         yield (
             f"precision.first_last_layers_bf16 keeps {config.num_layers_at_start_in_bf16} + "
