@@ -58,7 +58,7 @@ class BlockMask:
         return visible
 
     def any_visible(self) -> jax.Array:
-        """Whether any pair may be visible; never wrongly False. Numbers of documents ascend."""
+        """Whether any pair may be visible; never wrongly False, and exact when numbers ascend."""
         some = jnp.bool_(True)
         if self.window is not None:
             some &= jnp.min(self.query_positions) - jnp.max(self.key_positions) < self.window
