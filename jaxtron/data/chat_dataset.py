@@ -1,6 +1,7 @@
 """Rows of whole conversations or documents, packed, for supervised fine-tuning."""
 
 import logging
+import zlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -83,9 +84,21 @@ class ChatDataset:
         return {name: array for name, array in row.items() if name not in self._left_out}
 
     def provenance(self, index: int) -> tuple[int, ...]:
-        """Numbers and lengths of the documents that row ``index`` is made of."""
+        """Numbers of the documents that row ``index`` is made of, and CRC-32 of their tokens."""
         documents = self._rows[index]
-        return (*documents, *(len(self._documents[d][0]) for d in documents))
+        return (*documents, *(_digest(self._documents[d]) for d in documents))
+
+    def fingerprints(self) -> list[int]:
+        """Of all documents, wherever their files lie: CRC-32 of their tokens and loss masks."""
+        digest = 0
+        for document in self._documents:
+            digest = _digest(document, digest)
+        return [digest]
+
+
+def _digest(document: Tokens, start: int = 0) -> int:
+    tokens, trained = document
+    return zlib.crc32(trained.tobytes(), zlib.crc32(tokens.tobytes(), start))
 
 
 class ChatBuilder:

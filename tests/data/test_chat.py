@@ -113,6 +113,17 @@ def test_every_epoch_holds_every_conversation_once_in_another_order(tmp_path: Pa
     assert epochs[0] != epochs[1] != epochs[2]
 
 
+def test_other_words_of_the_same_length_are_other_data(tmp_path: Path) -> None:
+    made = []
+    for folder, word in (("a", "abc"), ("b", "abc"), ("c", "abd")):
+        (tmp_path / folder).mkdir()
+        path = write(tmp_path / folder / "t.jsonl", {"text": word}, {"text": "xyz"})
+        rows = build(paths=[path], packing="first_fit", samples=1)
+        made.append((rows.provenance(0), rows.fingerprints()))
+    assert made[0] == made[1]
+    assert made[0][0] != made[2][0] and made[0][1] != made[2][1]
+
+
 def test_batches_are_read_like_those_of_any_dataset(tmp_path: Path) -> None:
     path = write(tmp_path / "t.jsonl", *({"text": "abc" * (1 + i % 5)} for i in range(40)))
     rows = build(paths=[path], packing="first_fit", samples=8, seq_length=32)
