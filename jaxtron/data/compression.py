@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxtron.data.remote import RemoteFile
 from jaxtron.errors import ConfigError, DataError
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -16,7 +17,7 @@ _CHUNK = 1 << 20
 
 
 @contextmanager
-def open_decompressed(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_decompressed(path: Path | RemoteFile) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Open ``path`` for reading: (stream of plain bytes, the file itself, for its position).
 
     Raises:
@@ -25,7 +26,7 @@ def open_decompressed(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
         ConfigError: it is Zstandard-compressed and the package ``zstandard`` is not installed.
     """
     try:
-        with path.open("rb") as file:
+        with path.open() if isinstance(path, RemoteFile) else path.open("rb") as file:
             magic = file.read(4)
             file.seek(0)
             if magic.startswith(_GZIP_MAGIC):
@@ -42,7 +43,7 @@ def open_decompressed(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 class _ZstdReader(io.RawIOBase):
     """All frames of a file; unlike zstandard's own reader, it notices when the last is cut off."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: BinaryIO, path: Path | RemoteFile) -> None:
         try:
             import zstandard
         except ImportError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtron.data.compression import open_decompressed
+from jaxtron.data.remote import RemoteFile, is_remote
 from jaxtron.errors import ConfigError, DataError
 
 _BOM = b"\xef\xbb\xbf"
@@ -20,7 +21,7 @@ BLOCK_RECORDS = 1000
 class Source(NamedTuple):
     """One input file; ``whole`` when all of it is one document, else one JSON object per line."""
 
-    path: Path
+    path: Path | RemoteFile
     whole: bool
 
 
@@ -65,6 +66,8 @@ class BadRecord(Exception):
 def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = (".txt",)) -> list[Source]:
     """Resolve inputs: a file is JSON Lines; a folder gives each file with a suffix as a document.
 
+    A URL is one JSON Lines file, read through fsspec.
+
     Files of a folder come in the order of their paths below it, whatever the file system says.
 
     Raises:
@@ -75,6 +78,12 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = (".txt"
         raise ConfigError("no input: give at least one JSON Lines file or folder of text files")
     sources = []
     for given in inputs:
+        if is_remote(str(given)):
+            file = RemoteFile(str(given))
+            if not file.is_file():
+                raise DataError(f"input {given} does not exist or is no file")
+            sources.append(Source(file, whole=False))
+            continue
         path = Path(given)
         if path.is_dir():
             files = text_files(path, suffixes)
@@ -83,7 +92,7 @@ def find_sources(inputs: Sequence[str | Path], suffixes: Sequence[str] = (".txt"
                     f"folder {path} has no file ending in {' or '.join(suffixes)}; "
                     "choose others with --suffixes, or give JSON Lines files by name"
                 )
-            sources += [Source(file, whole=True) for file in files]
+            sources += [Source(text, whole=True) for text in files]
         elif path.exists():
             sources.append(Source(path, whole=False))
         else:
@@ -107,7 +116,9 @@ def text_files(folder: Path, suffixes: Sequence[str], skipped: Collection[str] =
 
 def total_bytes(sources: Iterable[Source]) -> int:
     """Size of all sources on disk."""
-    return sum(source.path.stat().st_size for source in sources)
+    return sum(
+        path.size() if isinstance(path, RemoteFile) else path.stat().st_size for path, _ in sources
+    )
 
 
 def read_blocks(sources: Iterable[Source]) -> Iterator[Block]:

@@ -33,6 +33,7 @@ from typing import BinaryIO, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from jaxtron.data.remote import RemoteFile, RemoteTokens, is_remote
 from jaxtron.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -86,6 +87,8 @@ def idx_path(prefix: str | os.PathLike) -> Path:
 class IndexedDataset(Sequence[NDArray]):
     """Random access to the sequences of a `.bin/.idx` pair, memory-mapped.
 
+    A prefix that is a URL is read through fsspec: the index at open, tokens in blocks on demand.
+
     Everything that the index claims is checked at open, so that a damaged or mismatched pair is
     refused before training starts and not at the first sequence past the damage.
 
@@ -103,7 +106,10 @@ class IndexedDataset(Sequence[NDArray]):
 
     def __init__(self, prefix: str | os.PathLike) -> None:
         self.prefix = os.fspath(prefix)
-        idx, bin_ = idx_path(prefix), bin_path(prefix)
+        idx: Path | RemoteFile = idx_path(prefix)
+        bin_: Path | RemoteFile = bin_path(prefix)
+        if is_remote(self.prefix):
+            idx, bin_ = RemoteFile(f"{self.prefix}.idx"), RemoteFile(f"{self.prefix}.bin")
         for path in (idx, bin_):
             if not path.is_file():
                 raise DataError(
@@ -113,9 +119,13 @@ class IndexedDataset(Sequence[NDArray]):
         self._read_index(idx)
         self._check_index(idx)
         self._check_size_of_bin(idx, bin_)
-        self._tokens = np.frombuffer(_map(bin_), dtype=self.dtype)
+        self._tokens: NDArray | RemoteTokens
+        if isinstance(bin_, RemoteFile):
+            self._tokens = RemoteTokens(bin_, self.dtype, self.num_tokens)
+        else:
+            self._tokens = np.frombuffer(_map(bin_), dtype=self.dtype)
 
-    def _read_index(self, path: Path) -> None:
+    def _read_index(self, path: Path | RemoteFile) -> None:
         buffer = _map(path)
         if len(buffer) < _HEADER.size:
             raise DataError(
@@ -152,7 +162,7 @@ class IndexedDataset(Sequence[NDArray]):
         if count and len(buffer) == plain + count:
             self.sequence_modes = np.frombuffer(buffer, "<i1", count, plain)
 
-    def _check_index(self, path: Path) -> None:
+    def _check_index(self, path: Path | RemoteFile) -> None:
         count, documents = len(self), self.document_indices
         if documents.size == 0 or documents[0] != 0 or documents[-1] != count:
             ends = f"{documents[0]} to {documents[-1]}" if documents.size else "nothing"
@@ -188,8 +198,8 @@ class IndexedDataset(Sequence[NDArray]):
             end = int(expected[-1]) + int(lengths[-1]) * self.dtype.itemsize
         self._num_bytes = end
 
-    def _check_size_of_bin(self, idx: Path, bin_: Path) -> None:
-        actual = bin_.stat().st_size
+    def _check_size_of_bin(self, idx: Path | RemoteFile, bin_: Path | RemoteFile) -> None:
+        actual = bin_.size() if isinstance(bin_, RemoteFile) else bin_.stat().st_size
         if actual != self._num_bytes:
             raise DataError(
                 f"{bin_}: {actual} bytes, expected {self._num_bytes} from {idx.name} "
@@ -257,7 +267,9 @@ class IndexedDataset(Sequence[NDArray]):
         return type(self), (self.prefix,)
 
 
-def _map(path: Path) -> mmap.mmap | bytes:
+def _map(path: Path | RemoteFile) -> mmap.mmap | bytes:
+    if isinstance(path, RemoteFile):
+        return path.read()
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             return b""  # an empty file cannot be mapped
@@ -283,6 +295,11 @@ class IndexedDatasetWriter:
 
     def __init__(self, prefix: str | os.PathLike, dtype: DTypeLike) -> None:
         self.prefix = os.fspath(prefix)
+        if is_remote(self.prefix):
+            raise DataError(
+                f"{self.prefix}: a set is written to a folder on a file system, not to a URL; write "
+                "it locally and copy the .bin and .idx files"
+            )
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODE_OF:
             known = ", ".join(d.name for d in DTYPE_CODES.values())
