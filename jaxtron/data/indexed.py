@@ -297,8 +297,8 @@ class IndexedDatasetWriter:
         self.prefix = os.fspath(prefix)
         if is_remote(self.prefix):
             raise DataError(
-                f"{self.prefix}: a set is written to a folder on a file system, not to a URL; write "
-                "it locally and copy the .bin and .idx files"
+                f"{self.prefix}: a set is written to a folder on a file system, not to a URL; "
+                "write it locally and copy the .bin and .idx files"
             )
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in _CODE_OF:
