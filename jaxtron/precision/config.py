@@ -66,18 +66,12 @@ class PrecisionConfig:
         """Refuse a loss scale that means nothing.
 
         Raises:
-            ConfigError: a constant scale without fp16, bounds that contradict each other, or fp16
-                together with FP8.
+            ConfigError: a constant scale without fp16, or bounds that contradict each other.
         """
         if self.loss_scale is not None and self.compute != "fp16":
             raise ConfigError(
                 f"precision.loss_scale is {self.loss_scale:g}, but only fp16 scales the loss and "
                 f"precision.compute is {self.compute}: set precision.loss_scale to null"
-            )
-        if self.fp8 is not None and self.compute == "fp16":
-            raise ConfigError(
-                f"precision.fp8 is {self.fp8} but precision.compute is fp16: FP8 products are "
-                "made for bf16; set precision.compute to bf16, or precision.fp8 to null"
             )
         if self.min_loss_scale > self.initial_loss_scale:
             raise ConfigError(
