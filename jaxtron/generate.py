@@ -183,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     check_architecture(config, meta, str(start.directory))
     abstract = {"params": program.abstract_state()["params"]}
     state, _ = checkpointer.restore(start.step, abstract, directory=start.directory)
+    state = program.from_logical(state)
     for prompt in args.prompt:
         text = generate(
             program,

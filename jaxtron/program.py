@@ -25,7 +25,8 @@ from jaxtron.config.validate import validate_for_training
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
-from jaxtron.layers.inputs import Randomness
+from jaxtron.layers.inputs import LayerInputs, LayerNumber, Randomness
+from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
@@ -36,10 +37,15 @@ from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
 from jaxtron.parallel.batch import batch_placement
+from jaxtron.parallel.computation import Computation
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
-from jaxtron.parallel.microbatches import GradientPlan
+from jaxtron.parallel.microbatches import GradientPlan, Sequential
 from jaxtron.parallel.param_layout import is_layout, param_layouts
+from jaxtron.parallel.pipeline.executor import Pipelined
+from jaxtron.parallel.pipeline.layout import place_layers
+from jaxtron.parallel.pipeline.registry import find_schedule
+from jaxtron.parallel.pipeline.stack_order import StackOrder, is_stacked, stack_order
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import moments_on_host, optimizer_state_shardings
 from jaxtron.precision.fp8_layers import has_layer_exceptions
@@ -56,7 +62,9 @@ class Program:
     The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32)
     and ``updates`` (optimizer updates applied; a step without a valid token applies none,
     nor one over ``optimizer.grad_norm_skip_threshold``, nor one that overflows under fp16), and
-    under fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`).
+    under fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`). On a pipeline its stacked layers
+    are in the order of the stages; :meth:`to_logical` and :meth:`from_logical` convert to the
+    model's order, which checkpoints have.
 
     Args:
         config: the configuration; refused before anything is compiled when it cannot work.
@@ -92,8 +100,16 @@ class Program:
         if sequence_parallel is None:
             sequence_parallel = self.sizes["tensor"] > 1
         self.region = Region(self.sizes, sequence_parallel)
+        placement = place_layers(
+            config.model.num_layers,
+            self.sizes["pipeline"],
+            parallel.virtual_pipeline,
+            parallel.pipeline_layout,
+        )
+        self.order: StackOrder = stack_order(placement)
+        shapes = self.order.place(self.model.shapes)
         self.layouts = param_layouts(
-            self.model.shapes,
+            shapes,
             self.model.logical,
             self.rules,
             parallel.data_sharding,
@@ -117,6 +133,15 @@ class Program:
                 device=devices[0],
             ),
         )
+        self.executor: Sequential | Pipelined = Sequential(self.plan)
+        if self.sizes["pipeline"] > 1:
+            make_schedule = find_schedule(parallel.pipeline_schedule)
+            schedule = make_schedule(
+                self.sizes["pipeline"],
+                parallel.virtual_pipeline,
+                self.batch_layout.num_microbatches,
+            )
+            self.executor = Pipelined(self.plan, schedule, placement)
         cut = context_layout(parallel, self.sizes["context"])
         self.context = ContextAttention(cut, gather=parallel.context_strategy == "all_gather")
         heads_split = self.rules.size("heads") * cut.all_to_all
@@ -155,10 +180,8 @@ class Program:
             lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
         )
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        abstract_opt = jax.eval_shape(self.optimizer.init, self.model.shapes)
-        self._opt_shardings = optimizer_state_shardings(
-            abstract_opt, self.model.shapes, param_shardings
-        )
+        abstract_opt = jax.eval_shape(self.optimizer.init, shapes)
+        self._opt_shardings = optimizer_state_shardings(abstract_opt, shapes, param_shardings)
         self.state_shardings: State = {
             "params": param_shardings,
             "opt_state": self._opt_shardings,
@@ -189,8 +212,8 @@ class Program:
 
     # -- state ---------------------------------------------------------------------------------
 
-    def _init_state(self, seed: jax.Array) -> State:
-        params = self.model.init(jax.random.key(seed))
+    def _init_state(self, seed: jax.Array | int) -> State:
+        params = self.order.place(self.model.init(jax.random.key(seed)))
         zero = jnp.zeros((), jnp.int32)
         state = {
             "params": params,
@@ -208,13 +231,58 @@ class Program:
         return init(self.config.train.seed)
 
     def abstract_state(self) -> State:
-        """Shapes, dtypes and shardings of the state, for restoring a checkpoint."""
-        shapes = jax.eval_shape(self._init_state, 0)
+        """Shapes, dtypes and shardings of the state, layers in logical order, as checkpoints have.
+
+        What is restored into it goes through :meth:`from_logical`.
+        """
+        placed = jax.eval_shape(self._init_state, 0)
         return jax.tree.map(
-            lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh),
-            shapes,
-            self.state_shardings,
+            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+            self.order.logical(placed),
+            self._logical_shardings(placed),
         )
+
+    def _logical_shardings(self, placed: Any) -> Any:
+        """Shardings of a part of the state in logical order.
+
+        Layers that do not divide evenly over the stages are split along another dimension.
+        """
+        stages, layers = self.sizes["pipeline"], self.order.num_layers
+
+        def logical(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
+            if layers % stages == 0 or not is_stacked(path, leaf, len(self.order.layers)):
+                return sharding
+            shape = sharding.shard_shape(leaf.shape)
+            entries = [*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec))]
+            entries[0] = None
+            for dim in range(1, leaf.ndim):
+                if shape[dim] % stages == 0:
+                    entry = entries[dim] or ()
+                    own = (entry,) if isinstance(entry, str) else tuple(entry)
+                    entries[dim] = (*own, "pipeline")
+                    break
+            return NamedSharding(self.mesh, PartitionSpec(*entries))
+
+        shardings = {name: self.state_shardings[name] for name in placed}
+        return jax.tree_util.tree_map_with_path(logical, placed, shardings)
+
+    def to_logical(self, state: State) -> State:
+        """The state, or some of its entries, with the layers in the model's order.
+
+        The same arrays when the order is the same (no pipeline, or one chunk a stage and an even
+        placement), else new ones.
+        """
+        if self.order.identity:
+            return state
+        shardings = self._logical_shardings(state)
+        return jax.jit(self.order.logical, out_shardings=shardings)(state)
+
+    def from_logical(self, state: State) -> State:
+        """The inverse of :meth:`to_logical`; ``state`` may not be used afterwards."""
+        if self.order.identity:
+            return state
+        shardings = {name: self.state_shardings[name] for name in state}
+        return jax.jit(self.order.place, out_shardings=shardings)(state)
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -229,13 +297,63 @@ class Program:
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def _hidden(
-        self, copies: Any, batch: Mapping[str, jax.Array], step: jax.Array | None = None
-    ) -> jax.Array:
-        """Final hidden states; ``step`` turns dropout on."""
-        config, tokens = self.config, batch["tokens"]
-        length = tokens.shape[1] * self.sizes["context"]
-        own_positions = self.context.own_positions(length)
+    def _computation(self, step: jax.Array | None = None, head: Any = None) -> Computation:
+        """A microbatch's way to its objective; ``step`` turns dropout on.
+
+        ``head`` replaces the loss by ``(copies, side, hidden states [b, s, h]) -> report``.
+        """
+        config, model, fetch = self.config, self.model, self.plan.fetch
+        remat = Remat(
+            config.train.recompute,
+            config.train.recompute_method,
+            config.train.recompute_num_layers,
+            self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
+        )
+        cross_entropy = CrossEntropy(
+            region=self.region,
+            vocab_size=config.model.vocab_size,
+            z_loss_coeff=config.loss.z_loss_coeff,
+            chunk_tokens=config.loss.chunk_tokens,
+            logits_dtype=DTYPES[config.precision.logits],
+        )
+        positions = self.context.own_positions(config.data.seq_length)
+        tables = model.tables(positions)
+
+        def side(batch: Any) -> Any:
+            length = batch["tokens"].shape[1]
+            own = positions
+            if length != len(positions):
+                own = self.context.own_positions(length * self.sizes["context"])
+            rotary = tables if own is positions else model.tables(own)
+            if "position_ids" in batch:  # counted from the start of each document
+                rotary = model.tables(batch["position_ids"])
+            return {"position_ids": own, **batch, "positions": own, "tables": rotary}
+
+        def lookup(copies: Any, side: Any) -> jax.Array:
+            return model.lookup(copies, fetch, side["tokens"], self._inputs(side, step))
+
+        def embed(copies: Any, side: Any, x: jax.Array) -> jax.Array:
+            return model.embed(copies, fetch, x, side["position_ids"], self._inputs(side, step))
+
+        def layers(weights: Any, side: Any, x: jax.Array, first: LayerNumber) -> LayerOutput:
+            return model.run_layers(weights, fetch, x, first, self._inputs(side, step), remat)
+
+        def loss(copies: Any, side: Any, x: jax.Array) -> Any:
+            x = model.final(copies, fetch, x, self._inputs(side, step))
+            if head is not None:
+                return jnp.zeros(()), head(copies, side, x)
+            return cross_entropy(
+                x.reshape(-1, x.shape[-1]),
+                model.output_weight(copies, fetch),
+                side["labels"].reshape(-1),
+                side["token_weights"].reshape(-1),
+            )
+
+        return Computation(side, lookup, embed, layers, loss)
+
+    def _inputs(self, side: Any, step: jax.Array | None) -> LayerInputs:
+        """What layers see of a microbatch besides the residual stream."""
+        config = self.config
         randomness = None
         if step is not None and (config.model.hidden_dropout or config.model.attention_dropout):
             randomness = Randomness(
@@ -243,49 +361,21 @@ class Program:
                 region=self.region,
                 seed=config.train.seed,
                 step=step,
-                rows=batch["rows"],
-                positions=own_positions,
+                rows=side["rows"],
+                positions=side["positions"],
             )
-        attend = self.context.attend(
-            length,
-            scale=1 / math.sqrt(config.model.head_dim),
-            window=config.model.window_size,
-            segment_ids=batch.get("segment_ids"),
-            backend=self.attention_backend,
-        )
-        return self.model.hidden(
-            copies,
-            self.plan.fetch,
-            tokens,
-            batch.get("position_ids", own_positions),
-            self.region,
-            attend,
-            randomness=randomness,
-            remat=Remat(
-                config.train.recompute,
-                config.train.recompute_method,
-                config.train.recompute_num_layers,
-                self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
-            ),
-        )
-
-    def _objective(
-        self, copies: Any, batch: Mapping[str, jax.Array], step: jax.Array | None = None
-    ) -> Any:
-        """Pieces of one microbatch's objective and plain loss."""
-        x = self._hidden(copies, batch, step)
-        cross_entropy = CrossEntropy(
+        return LayerInputs(
             region=self.region,
-            vocab_size=self.config.model.vocab_size,
-            z_loss_coeff=self.config.loss.z_loss_coeff,
-            chunk_tokens=self.config.loss.chunk_tokens,
-            logits_dtype=DTYPES[self.config.precision.logits],
-        )
-        return cross_entropy(
-            x.reshape(-1, x.shape[-1]),
-            self.model.output_weight(copies, self.plan.fetch),
-            batch["labels"].reshape(-1),
-            batch["token_weights"].reshape(-1),
+            attend=self.context.attend(
+                side["tokens"].shape[1] * self.sizes["context"],
+                scale=1 / math.sqrt(config.model.head_dim),
+                window=config.model.window_size,
+                segment_ids=side.get("segment_ids"),
+                backend=self.attention_backend,
+            ),
+            rotary=side["tables"],
+            randomness=randomness,
+            dtype=DTYPES[config.precision.compute],
         )
 
     def _batch_axes(self) -> tuple[str, ...]:
@@ -323,8 +413,9 @@ class Program:
             "token_weights": scale * self._token_weights(batch["loss_mask"]),
             "rows": self._global_rows(*batch["tokens"].shape[:2]),
         }
-        objective = functools.partial(self._objective, step=step)
-        loss, grads = self.plan.value_and_gradients(objective, params, microbatches)
+        (loss, _), grads = self.executor.value_and_gradients(
+            self._computation(step), params, microbatches
+        )
         return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads
 
     def loss_and_gradients(
@@ -401,13 +492,8 @@ class Program:
         """Sum of the loss over the batch's valid tokens, and their number."""
 
         def local(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-            copies = self.plan.copies(params)
             batch = {**batch, "token_weights": batch["loss_mask"]}
-
-            def body(total: jax.Array, microbatch: Any) -> Any:
-                return total + self._objective(copies, microbatch)[1], None
-
-            loss, _ = lax.scan(body, jnp.zeros(()), batch)
+            loss = self.executor.reports(self._computation(), params, batch)
             return self.region.sum(loss, AXES), self._count(batch["loss_mask"])
 
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
@@ -423,13 +509,16 @@ class Program:
         """
 
         def local(params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
-            copies = self.plan.copies(params)
             positions = self.context.own_positions(tokens.shape[1])
-            x = self._hidden(copies, {"tokens": tokens[:, positions]})
-            is_last = positions == last[:, None]
-            x = self.region.sum(jnp.where(is_last[..., None], x, 0).sum(axis=1), ("context",))
-            weight = self.model.output_weight(copies, self.plan.fetch)
-            return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
+
+            def logits(copies: Any, side: Any, x: jax.Array) -> jax.Array:
+                is_last = positions == side["last"][:, None]
+                x = self.region.sum(jnp.where(is_last[..., None], x, 0).sum(axis=1), ("context",))
+                weight = self.model.output_weight(copies, self.plan.fetch)
+                return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
+
+            microbatches = {"tokens": tokens[None][:, :, positions], "last": last[None]}
+            return self.executor.reports(self._computation(head=logits), params, microbatches)
 
         vocab = self.rules.axes("vocab") or None
         function = self._manual(

@@ -119,6 +119,7 @@ class Trainer:
         if "loss_scale" not in self.checkpointer.entries(start.step, directory=start.directory):
             abstract.pop("loss_scale", None)  # the run before did not compute in fp16
         state, meta = self.checkpointer.restore(start.step, abstract, directory=start.directory)
+        state = self.program.from_logical(state)
         if start.fresh_optimizer:
             state = with_fresh_optimizer(self.program, state)
         state = with_loss_scale(self.program, state)
@@ -220,14 +221,14 @@ class Trainer:
                 clock.restart()
             if self.checkpointer.should_save(step, final=last):
                 flush()
-                self.checkpointer.save(step, state, self._meta(consumed))
+                self._save(step, state, consumed)
                 clock.restart()
             if exit_reason is not None:
                 reason = exit_reason
                 break
         flush()
         if step == start and self.checkpointer.should_save(step, final=True):
-            self.checkpointer.save(step, state, self._meta(consumed))
+            self._save(step, state, consumed)
         self.checkpointer.wait()
         return Result(step, loss, eval_loss, reason)
 
@@ -251,6 +252,9 @@ class Trainer:
                 f"of up to train.global_batch_size={self.config.train.global_batch_size} rows are "
                 "asked for; use fewer steps or data.dataloader_type=cyclic"
             )
+
+    def _save(self, step: int, state: State, consumed: int) -> None:
+        self.checkpointer.save(step, self.program.to_logical(state), self._meta(consumed))
 
     def _exit_reason(self, step: int, began: float) -> str | None:
         train = self.config.train

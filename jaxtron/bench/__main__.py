@@ -1,44 +1,75 @@
-"""``python -m jaxtron.bench step --config FILE [section.key=value ...]``: time training steps."""
+"""``python -m jaxtron.bench step | profile``: time training steps, and say where the time goes."""
 
 import argparse
 import logging
 import os
 import sys
+import tempfile
 from pathlib import Path
 
-from jaxtron.bench.step import time_step
+from jaxtron.bench.breakdown import breakdown, read_trace
+from jaxtron.bench.step import StepTiming, time_step
 from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
 from jaxtron.launch.initialize import launch, shutdown
 
-EXAMPLE = """example:
+EXAMPLE = """examples:
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --steps 5 --json out.json \\
       model.num_layers=8 data.seq_length=4096 train.global_batch_size=16
+  python -m jaxtron.bench profile --config configs/llama3_8b.yaml --top 20 model.num_layers=8
+  python -m jaxtron.bench profile --read runs/llama/profile --traced-steps 3
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark; prints one line, and writes JSON when asked."""
-    parser = argparse.ArgumentParser(prog="jaxtron bench", description="Measure training steps.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    step = verbs.add_parser(
-        "step",
-        help="time whole optimizer steps on random tokens",
-        description="Compile, warm up and time whole optimizer steps on random tokens.",
+    parser = argparse.ArgumentParser(
+        prog="jaxtron bench",
+        description="Measure training steps.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    step.add_argument("--config", metavar="FILE", help="YAML file or preset")
-    step.add_argument("--name", default="step", help="name of the case in the output")
-    step.add_argument("--steps", type=int, default=5, help="timed steps")
-    step.add_argument("--warmup", type=int, default=2, help="steps before them that do not count")
-    step.add_argument("--json", type=Path, help="append the result to this file, a JSON line")
-    step.add_argument("overrides", nargs="*", metavar="section.key=value")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, text in (
+        ("step", "time whole optimizer steps on random tokens"),
+        ("profile", "time steps, then break one GPU's time down by kind, from a profile"),
+    ):
+        sub = verbs.add_parser(
+            verb,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        sub.add_argument("--config", metavar="FILE", help="YAML file or preset")
+        sub.add_argument("--name", default="step", help="name of the case in the output")
+        sub.add_argument("--steps", type=int, default=5, help="timed steps")
+        sub.add_argument("--warmup", type=int, default=2, help="steps before, not counted")
+        sub.add_argument("--json", type=Path, help="append the result to this file, a JSON line")
+        if verb == "profile":
+            sub.add_argument("--trace", type=Path, help="keep the trace in this folder")
+            sub.add_argument("--traced-steps", type=int, default=2, help="steps in the trace")
+            sub.add_argument("--top", type=int, default=0, help="also list the longest kernels")
+            sub.add_argument("--read", type=Path, help="break down this trace instead of a run")
+        sub.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parse_with_overrides(parser, argv)
     # force: libraries imported above may have set up logging already.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("absl", "jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if args.verb == "step":
+        _time(args, None)
+    elif args.read is not None:
+        _print_breakdown(args.read, args)
+    else:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = args.trace or Path(scratch)
+            _time(args, folder)
+            _print_breakdown(folder, args)
+    return 0
+
+
+def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
     config = load_config(args.config, ["data.source=synthetic", *args.overrides])
     launch(config.runtime)
     result = time_step(
@@ -47,13 +78,20 @@ def main(argv: list[str] | None = None) -> int:
         steps=args.steps,
         warmup=args.warmup,
         xla_flags=os.environ.get("XLA_FLAGS", ""),
+        trace=trace,
+        traced_steps=getattr(args, "traced_steps", 0),
     )
     print(result.line(), flush=True)
     if args.json is not None:
         with args.json.open("a") as file:
             file.write(result.to_json() + "\n")
     shutdown()
-    return 0
+    return result
+
+
+def _print_breakdown(folder: Path, args: argparse.Namespace) -> None:
+    found = breakdown(read_trace(folder))
+    print("\n".join(found.lines(args.traced_steps, args.top)), flush=True)
 
 
 if __name__ == "__main__":

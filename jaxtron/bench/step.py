@@ -6,6 +6,7 @@ import platform
 import statistics
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -89,7 +90,16 @@ def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def time_step(config: Config, *, name: str, steps: int, warmup: int, xla_flags: str) -> StepTiming:
+def time_step(
+    config: Config,
+    *,
+    name: str,
+    steps: int,
+    warmup: int,
+    xla_flags: str,
+    trace: Path | None = None,
+    traced_steps: int = 2,
+) -> StepTiming:
     """Compile, warm up and time ``steps`` optimizer steps, each waited for.
 
     Args:
@@ -98,6 +108,8 @@ def time_step(config: Config, *, name: str, steps: int, warmup: int, xla_flags: 
         steps: timed steps.
         warmup: steps after compilation that are not counted.
         xla_flags: to record.
+        trace: folder for a profile of ``traced_steps`` more steps, taken after the timing.
+        traced_steps: how many.
     """
     program = Program(config)
     rows = program.placement.rows
@@ -117,6 +129,11 @@ def time_step(config: Config, *, name: str, steps: int, warmup: int, xla_flags: 
         state, metrics = program.train_step(state, batch)
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - began)
+    if trace is not None:
+        with jax.profiler.trace(str(trace)):
+            for _ in range(traced_steps):
+                state, metrics = program.train_step(state, batch)
+            jax.block_until_ready((state, metrics))
     median = statistics.median(times)
     devices = list(program.mesh.devices.flat)
     throughput = Throughput.of(config.model, config.data.seq_length, config.observe.peak_tflops)

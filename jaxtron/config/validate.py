@@ -388,13 +388,23 @@ def _offload_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
 
 
 def _axes_can_train(config: Config, axes: Axes) -> Iterator[str]:
-    for axis in ("pipeline", "expert"):
+    for axis in ("expert",):
         if axes[axis] > 1:
             yield (
                 f"parallel.{axis} is {axes[axis]}, but training over the {axis} axis is not "
                 f"available in this version (`jaxtron mesh` shows the layout): set parallel.{axis} "
                 "to 1"
             )
+
+
+def _pipeline_keeps_weights(config: Config, axes: Axes) -> Iterator[str]:
+    if axes["pipeline"] > 1 and config.parallel.data_sharding == "optim_grads_params":
+        yield (
+            "parallel.data_sharding is optim_grads_params and parallel.pipeline is "
+            f"{axes['pipeline']}: a stage uses its weights in every tick, so they would be "
+            "gathered anew for every microbatch; set parallel.data_sharding to optim_grads (a "
+            "stage then holds a bf16 copy of its own layers alone), or parallel.pipeline to 1"
+        )
 
 
 def _layers_can_use_rules(config: Config, axes: Axes) -> Iterator[str]:
@@ -464,6 +474,7 @@ TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _axes_can_train,
     _ramp_runs_alone,
     _offload_runs_alone,
+    _pipeline_keeps_weights,
     _layers_can_use_rules,
     _tokenizer_fits_vocabulary,
     _optimizer_can_be_built,

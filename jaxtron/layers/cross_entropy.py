@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.parallel.region import Region
+from jaxtron.parallel.region import VOCAB_AXES, Region
 
 # fp32 logits of one chunk on one device
 CHUNK_BYTES = 512 * 2**20
@@ -26,7 +26,7 @@ class CrossEntropy:
     """The output layer's loss.
 
     Attributes:
-        region: the manual region; the vocabulary is split over ``tensor``.
+        region: the manual region; the vocabulary is split over ``VOCAB_AXES``.
         vocab_size: logical vocabulary; later rows of the weight are outside the softmax.
         z_loss_coeff: weight of ``log(Z)^2`` in the objective (PaLM, arXiv:2204.02311).
         chunk_tokens: tokens per chunk; None: as many as CHUNK_BYTES holds.
@@ -45,14 +45,14 @@ class CrossEntropy:
         """This device's pieces of the objective and of the plain loss.
 
         Args:
-            x: final hidden states ``[tokens, h]``, the same on all members of ``tensor``.
-            weight: output weight ``[vocab/tensor, h]``.
+            x: final hidden states ``[tokens, h]``, the same on all members of ``VOCAB_AXES``.
+            weight: output weight ``[vocab/parts, h]``, this device's rows.
             labels: ``[tokens]`` ids.
             token_weights: ``[tokens]`` fp32; 0 takes a token out altogether, whatever its values.
 
         Returns:
             ``(objective, loss)``: sums over tokens of weight times cross-entropy, the first with
-            the z-loss; both divided by the members of ``tensor``, so that they add up over devices.
+            the z-loss; both divided by the devices that share a token, so that they add up.
             Only the first has a derivative.
         """
         return _cross_entropy(x, weight, labels, token_weights, self)
@@ -88,17 +88,17 @@ def _chunk_loss(
     if ce.logits_dtype != jnp.float32:  # XLA may leave out a rounding there and back
         info = jnp.finfo(ce.logits_dtype)
         logits = lax.reduce_precision(logits, info.nexp, info.nmant)
-    first = region.index("tensor") * rows
+    first = region.vocab_start(rows)
     column = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     logits = jnp.where(column < ce.vocab_size, logits, -jnp.inf)
-    peak = region.max(jnp.max(logits, axis=-1), ("tensor",))
-    total = region.sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), ("tensor",))
+    peak = region.max(jnp.max(logits, axis=-1), VOCAB_AXES)
+    total = region.sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), VOCAB_AXES)
     log_z = jnp.log(total) + peak
     hit = column == labels[:, None]
-    target = region.sum(jnp.sum(jnp.where(hit, logits, 0), axis=-1), ("tensor",))
+    target = region.sum(jnp.sum(jnp.where(hit, logits, 0), axis=-1), VOCAB_AXES)
     nll = jnp.where(valid, log_z - target, 0)
     z_term = jnp.where(valid, ce.z_loss_coeff * log_z**2, 0)
-    scale = token_weights / region.tensor
+    scale = token_weights / region.vocab_parts
     loss = jnp.sum(nll * scale)
     return loss + jnp.sum(z_term * scale), loss, (x, logits, log_z, hit, valid)
 

@@ -29,20 +29,30 @@ class Embedding(nnx.Module):
             shape = (config.max_position_embeddings, config.hidden_size)
             self.position = normal(rngs, shape, ("position", "embed"), std)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
-        """Residual stream ``[b, s/tensor, h]`` of ``tokens [b, s]``.
+    def lookup(self, tokens: jax.Array, region: Region) -> jax.Array:
+        """Word embeddings ``[b, s/tensor, h]`` of ``tokens [b, s]``, still to be summed.
+
+        Each pipeline stage contributes the rows it holds: the sum over ``pipeline`` is the result.
 
         Args:
             tokens: ids below ``vocab_size`` (checked on the host when a batch is made).
-            positions: ``[s]`` or ``[b, s]`` positions within the document.
             region: the manual region.
         """
         word = self.word[...]
         rows = word.shape[0]
-        local = tokens - region.index("tensor") * rows
+        local = tokens - region.vocab_start(rows)
         mine = (local >= 0) & (local < rows)
         x = jnp.where(mine[..., None], word[jnp.clip(local, 0, rows - 1)], 0)
-        x = region.reduce_sequence(x)
+        return region.reduce_sequence(x)
+
+    def __call__(self, x: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
+        """Residual stream from the summed word embeddings ``x [b, s/tensor, h]``.
+
+        Args:
+            x: as :meth:`lookup` gives them, summed over ``pipeline``.
+            positions: ``[s]`` or ``[b, s]`` positions within the document.
+            region: the manual region.
+        """
         if self.learned_positions:
             own = region.own_sequence(positions, axis=positions.ndim - 1)
             x = x + self.position[...][own].astype(x.dtype)

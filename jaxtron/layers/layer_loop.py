@@ -1,4 +1,4 @@
-"""The loop over a model's layers: a scan or unrolled, with whole layers recomputed in groups."""
+"""The loop over consecutive layers: a scan or unrolled, with whole layers recomputed in groups."""
 
 import functools
 from collections.abc import Callable
@@ -10,87 +10,120 @@ from jax import lax
 
 from jaxtron.config.run import Recompute
 from jaxtron.layers.inputs import LayerNumber
+from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat, remat_layer
 
-Layer = Callable[[jax.Array, Any, LayerNumber], jax.Array]
+Layer = Callable[[jax.Array, Any, LayerNumber], LayerOutput]
 
 
-def run_layers(layer: Layer, x: jax.Array, layers: Any, remat: Remat) -> jax.Array:
-    """Send the residual stream ``x`` through all layers.
+def run_layers(
+    layer: Layer, x: jax.Array, layers: Any, remat: Remat, first: LayerNumber = 0
+) -> LayerOutput:
+    """Send the residual stream ``x`` through consecutive layers.
 
     ``recompute: full`` has Megatron's two forms. ``uniform`` cuts the layers into groups of
     ``num_layers`` (the last may be smaller); of a group only its input is kept, and its layers are
     recomputed together. ``block`` recomputes the first ``num_layers`` layers one by one and keeps
-    all activations of the rest.
+    all activations of the rest. On a pipeline both count the layers of one chunk of a stage.
 
     Args:
-        layer: ``(x, weights, number) -> x``; gathers ZeRO-3 weights itself.
+        layer: ``(x, weights, number) -> output``; gathers ZeRO-3 weights itself.
         x: ``[b, s/tensor, h]``.
         layers: a list of one tree of weights a layer (the loop is unrolled), or one tree of leaves
             stacked in their first dimension (the loop is a scan).
         remat: what is kept and what recomputed.
+        first: number of the first of these layers in the whole model.
     """
     total = len(layers) if isinstance(layers, list) else jax.tree.leaves(layers)[0].shape[0]
+    if total == 0:
+        return LayerOutput(x)
+    numbers = jnp.arange(total, dtype=jnp.int32) + first
     if remat.method == "uniform":
-        return _run_groups(layer, x, layers, remat, total, min(remat.num_layers or 1, total))
+        return _run_groups(layer, x, layers, numbers, remat, min(remat.num_layers or 1, total))
+    parts: list[tuple[range, Recompute]]
     if remat.method == "block":
-        first = min(remat.num_layers or 1, total)
-        x = _run(layer, x, layers, range(first), remat, "full")
-        return _run(layer, x, layers, range(first, total), remat, "none")
-    return _run(layer, x, layers, range(total), remat, remat.recompute)
+        head = min(remat.num_layers or 1, total)
+        parts = [(range(head), "full"), (range(head, total), "none")]
+    else:
+        parts = [(range(total), remat.recompute)]
+    scanned = not isinstance(layers, list)
+    outputs = []
+    for where, recompute in parts:
+        if where:
+            wrapped = remat_layer(
+                layer, recompute, drop_gathered=remat.drop_gathered, in_scan=scanned
+            )
+            outputs.append(_loop(wrapped, x, _cut(layers, where), _cut(numbers, where)))
+            x = outputs[-1].x
+    return _join(outputs)
 
 
-def _cut(layers: Any, numbers: range) -> Any:
-    """Weights of some consecutive layers, in the form of ``layers``."""
-    start, stop = numbers.start, numbers.stop
+def _cut(layers: Any, where: range) -> Any:
+    """Some consecutive layers, in the form of ``layers``."""
+    start, stop = where.start, where.stop
     if isinstance(layers, list):
         return layers[start:stop]
-    return jax.tree.map(lambda a: a if len(numbers) == len(a) else a[start:stop], layers)
+    return jax.tree.map(lambda a: a if len(where) == len(a) else a[start:stop], layers)
 
 
-def _run(
-    layer: Layer, x: jax.Array, layers: Any, numbers: range, remat: Remat, recompute: Recompute
-) -> jax.Array:
-    """Layers ``numbers``, each wrapped by itself."""
-    scanned = not isinstance(layers, list)
-    layer = remat_layer(layer, recompute, drop_gathered=remat.drop_gathered, in_scan=scanned)
-    return _loop(layer, x, _cut(layers, numbers), numbers) if numbers else x
+def _join(outputs: list[LayerOutput]) -> LayerOutput:
+    """Output of several stretches of layers, one after the other."""
+    if len(outputs) == 1:
+        return outputs[0]
+    report = jax.tree.map(lambda *parts: jnp.concatenate(parts), *(o.report for o in outputs))
+    return LayerOutput(outputs[-1].x, sum(o.piece for o in outputs), report)
 
 
-def _loop(layer: Layer, x: jax.Array, layers: Any, numbers: range | jax.Array) -> jax.Array:
+def _loop(layer: Layer, x: jax.Array, layers: Any, numbers: jax.Array) -> LayerOutput:
     """Apply ``layer`` to each of ``layers``."""
     if isinstance(layers, list):
-        for number, weights in zip(numbers, layers, strict=True):
-            x = layer(x, weights, number)
-        return x
-    numbers = jnp.asarray(numbers, jnp.int32)
-    return lax.scan(lambda x, each: (layer(x, *each), None), x, (layers, numbers))[0]
+        piece: Any = 0.0
+        reports = []
+        for i, weights in enumerate(layers):
+            x, more, report = layer(x, weights, numbers[i])
+            piece = piece + more
+            reports.append(report)
+        return LayerOutput(x, piece, jax.tree.map(lambda *each: jnp.stack(each), *reports))
+
+    def body(carry: Any, each: Any) -> Any:
+        x, piece = carry
+        x, more, report = layer(x, *each)
+        return (x, piece + more), report
+
+    (x, piece), report = lax.scan(body, (x, jnp.zeros(())), (layers, numbers))
+    return LayerOutput(x, piece, report)
 
 
 def _run_groups(
-    layer: Layer, x: jax.Array, layers: Any, remat: Remat, total: int, size: int
-) -> jax.Array:
+    layer: Layer, x: jax.Array, layers: Any, numbers: jax.Array, remat: Remat, size: int
+) -> LayerOutput:
     """All layers in groups of ``size``, each group wrapped as a whole.
 
     While a group is recomputed its layers keep their activations, but not gathered weights.
     """
+    total = len(numbers)
     scanned = not isinstance(layers, list)
     wrap = functools.partial(remat_layer, drop_gathered=remat.drop_gathered)
     layer = wrap(layer, "none", in_scan=scanned)
     group = wrap(functools.partial(_loop, layer), "full", in_scan=scanned)
-    whole = total // size * size
+    outputs = []
+    start = 0
     if scanned:
+        start = total // size * size
         stacked = jax.tree.map(
-            lambda a: a.reshape(-1, size, *a.shape[1:]),
-            (_cut(layers, range(whole)), jnp.arange(whole, dtype=jnp.int32)),
+            lambda a: a.reshape(-1, size, *a.shape[1:]), _cut((layers, numbers), range(start))
         )
-        x, _ = lax.scan(lambda x, each: (group(x, *each), None), x, stacked)
-        starts = range(whole, total, size)
-        # outside of the scan
+
+        def body(carry: Any, each: Any) -> Any:
+            out = group(carry[0], *each)
+            return (out.x, carry[1] + out.piece), out.report
+
+        (x, piece), report = lax.scan(body, (x, jnp.zeros(())), stacked)
+        report = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), report)
+        outputs.append(LayerOutput(x, piece, report))
         group = wrap(functools.partial(_loop, layer), "full", in_scan=False)
-    else:
-        starts = range(0, total, size)
-    for start in starts:
-        numbers = range(start, min(start + size, total))
-        x = group(x, _cut(layers, numbers), jnp.arange(numbers.start, numbers.stop))
-    return x
+    for first in range(start, total, size):
+        where = range(first, min(first + size, total))
+        outputs.append(group(x, _cut(layers, where), _cut(numbers, where)))
+        x = outputs[-1].x
+    return _join(outputs)

@@ -10,6 +10,7 @@ from jaxtron.layers.attention import Attention
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.mlp import MLP
 from jaxtron.layers.norm import Norm
+from jaxtron.layers.outputs import LayerOutput
 from jaxtron.models.config import ModelConfig
 
 
@@ -26,10 +27,10 @@ class TransformerLayer(nnx.Module):
         self.mlp_norm = Norm(config, config.hidden_size)
         self.mlp = MLP(config, rngs, output_std)
 
-    def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
+    def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> LayerOutput:
         """Advance the residual stream ``x [b, s/tensor, h]`` by layer number ``layer``."""
         y = checkpoint_name(self.attention_norm(x, inputs.dtype), "attention_norm")
         y = checkpoint_name(self.attention(y, inputs, layer), "attn_proj")
         x = x + inputs.hidden_dropout(y, layer, "attention")
         y = self.mlp(checkpoint_name(self.mlp_norm(x, inputs.dtype), "mlp_norm"), inputs)
-        return x + inputs.hidden_dropout(y, layer, "mlp")
+        return LayerOutput(x + inputs.hidden_dropout(y, layer, "mlp"))

@@ -25,6 +25,7 @@ from jaxtron.optim.optimizer import make_optimizer
 from jaxtron.parallel.config import DataSharding
 from jaxtron.parallel.param_layout import ParamLayout, is_layout, param_layouts
 from jaxtron.parallel.pipeline.layout import Placement, place_layers
+from jaxtron.parallel.pipeline.stack_order import stack_order
 from jaxtron.program import DTYPES
 
 
@@ -161,7 +162,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
     except ConfigError as error:
         refusal = str(error)
     model = Decoder(config.model)
-    rules = make_rules({**_pipeline_rules(sizes), **config.parallel.rules}, sizes)
+    rules = make_rules(config.parallel.rules, sizes)
     parallel = config.parallel
     placement = place_layers(
         config.model.num_layers,
@@ -170,7 +171,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
         parallel.pipeline_layout,
     )
     placed = placement if rules.axes("layers") == ("pipeline",) else None
-    shapes = _placed_shapes(model, placed)
+    shapes = stack_order(placement).place(model.shapes) if placed else model.shapes
     optimizer = make_optimizer(
         config.optimizer, total_steps=config.train.steps, logical_axes=model.logical
     )
@@ -197,25 +198,6 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
         placement=placement,
         refusal=refusal,
     )
-
-
-def _pipeline_rules(sizes: Mapping[str, int]) -> dict[str, str | list[str]]:
-    """Stages hold their own layers, and the vocabulary is spread over stages as well."""
-    if sizes["pipeline"] == 1:
-        return {}
-    return {"layers": "pipeline", "vocab": ["pipeline", "tensor"]}
-
-
-def _placed_shapes(model: Decoder, placement: Placement | None) -> Any:
-    """Shapes with the layers padded to the same number of slots on every stage."""
-
-    def place(path: Any, shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if path[0].key != "layers" or placement is None:
-            return shape
-        slots = len(placement.layers) * placement.slots
-        return jax.ShapeDtypeStruct((slots, *shape.shape[1:]), shape.dtype)
-
-    return jax.tree_util.tree_map_with_path(place, model.shapes)
 
 
 def _param_report(

@@ -21,8 +21,8 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     # state that only data parallelism would replicate (ZeRO)
     "zero": ("fsdp", "expert", "context"),
     # parameters
-    "layers": (),
-    "vocab": ("tensor",),
+    "layers": ("pipeline",),
+    "vocab": ("pipeline", "tensor"),
     "position": (),
     "embed": (),
     "heads": ("tensor",),
@@ -126,10 +126,14 @@ def check_layers(rules: LogicalRules) -> Iterator[str]:
 
     The manual region's arithmetic follows from where a dimension is split, so a row outside these
     bounds would give a wrong result or none: ``batch`` and ``sequence`` take all their axes,
-    ``vocab, heads, kv_heads, mlp`` are split over ``tensor`` or whole, other dimensions of
-    parameters are whole. ``zero`` is free.
+    ``layers`` the pipeline's; ``vocab, heads, kv_heads, mlp`` are split over ``tensor`` or whole,
+    ``vocab`` over ``pipeline`` too; other dimensions of parameters are whole. ``zero`` is free.
     """
-    for name, needed in (("batch", BATCH_AXES), ("sequence", ("context",))):
+    for name, needed in (
+        ("batch", BATCH_AXES),
+        ("sequence", ("context",)),
+        ("layers", ("pipeline",)),
+    ):
         live = {axis for axis in needed if rules.sizes[axis] > 1}
         if set(rules.axes(name)) != live:
             yield (
@@ -137,14 +141,18 @@ def check_layers(rules: LogicalRules) -> Iterator[str]:
                 f"axis that splits the {name}: set it to {_shown(needed)}"
             )
     for name in rules.table:
-        if name in ("batch", "sequence", "zero"):
+        if name in ("batch", "sequence", "layers", "zero"):
             continue
-        allowed = ("tensor",) if name in SPLIT_OVER_TENSOR else ()
-        if not set(rules.axes(name)) <= set(allowed):
+        allowed: list[tuple[str, ...]] = [("tensor",)] if name in SPLIT_OVER_TENSOR else []
+        if name == "vocab":
+            allowed.append(("pipeline", "tensor"))
+        live_axes = [tuple(a for a in axes if rules.sizes[a] > 1) for axes in [(), *allowed]]
+        if rules.axes(name) not in live_axes:
             how = "split over tensor or whole" if allowed else "whole"
+            fix = " or ".join([*map(_shown, allowed[::-1]), "null"])
             yield (
                 f"parallel.rules.{name} is {_shown(rules.table[name])}, but layers compute with "
-                f"{name} {how}: set it to {'tensor or null' if allowed else 'null'} (parameters "
+                f"{name} {how}: set it to {fix} (parameters "
                 "are stored in more pieces by parallel.rules.zero)"
             )
     if rules.axes("kv_heads") and not rules.axes("heads"):

@@ -1,6 +1,7 @@
 """The decoder-only transformer: GPT-2 to Llama 3."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,16 +9,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtron.layers.embedding import Embedding
-from jaxtron.layers.inputs import Attend, LayerInputs, LayerNumber, Randomness
+from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.layer_loop import run_layers
 from jaxtron.layers.norm import Norm
+from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.parameter import Product, normal
 from jaxtron.layers.remat import Remat
 from jaxtron.layers.rope import rotary_tables
 from jaxtron.layers.transformer_layer import TransformerLayer
 from jaxtron.models.config import ModelConfig
 from jaxtron.models.model import Fetch, Params
-from jaxtron.parallel.region import Region
 
 
 class Output(nnx.Module):
@@ -107,57 +108,69 @@ class Decoder:
                 params[name] = part(build, keys[name])
         return params
 
-    def hidden(
+    def tables(self, positions: jax.Array) -> Any:
+        """Cosine and sine of the rotary embedding at ``positions [s]`` or ``[b, s]``, or None."""
+        rope = self.config.position_embedding_type == "rope"
+        return rotary_tables(self.config, positions) if rope else None
+
+    def _embedding(self, params: Params, fetch: Fetch) -> Embedding:
+        return nnx.merge(self._graphs["embedding"], fetch("embedding", params["embedding"]))
+
+    def lookup(
+        self, params: Params, fetch: Fetch, tokens: jax.Array, inputs: LayerInputs
+    ) -> jax.Array:
+        """This stage's share of the word embeddings ``[b, s/tensor, h]`` of ``tokens [b, s]``."""
+        return self._embedding(params, fetch).lookup(tokens, inputs.region)
+
+    def embed(
         self,
         params: Params,
         fetch: Fetch,
-        tokens: jax.Array,
+        x: jax.Array,
         positions: jax.Array,
-        region: Region,
-        attend: Attend,
-        *,
-        randomness: Randomness | None = None,
-        remat: Remat,
+        inputs: LayerInputs,
     ) -> jax.Array:
-        """Final normalised hidden states ``[b, s, h]`` of ``tokens [b, s]``.
+        """Input of layer 0 ``[b, s/tensor, h]`` from the word embeddings."""
+        x = self._embedding(params, fetch)(x, positions, inputs.region)
+        if self.config.fp32_residual_connection:
+            x = x.astype(jnp.float32)
+        return inputs.hidden_dropout(x, 0, "embedding")
+
+    def run_layers(
+        self,
+        layers: Any,
+        fetch: Fetch,
+        x: jax.Array,
+        first: LayerNumber,
+        inputs: LayerInputs,
+        remat: Remat,
+    ) -> LayerOutput:
+        """Advance ``x [b, s/tensor, h]`` by consecutive layers, beginning with number ``first``.
 
         Args:
-            params: parts as copied for compute; ``layers`` is a list of one dict a layer (the loop
-                is unrolled) or one dict of stacked leaves (the loop is a scan).
-            fetch: ``(part, weights) -> weights`` as layers use them; gathers under ZeRO-3.
-            tokens: ids.
-            positions: ``[s]`` or ``[b, s]``.
-            region: the manual region.
-            attend: the attention kernel.
-            randomness: dropout, in training.
+            layers: weights as copied for compute: a list of one dict a layer (the loop is unrolled)
+                or one dict of stacked leaves (the loop is a scan).
+            fetch: ``(part, weights) -> weights`` as a layer uses them; gathers under ZeRO-3.
+            x: the residual stream.
+            first: number of the first of the layers in the whole model.
+            inputs: what the layers see besides.
             remat: what the backward pass computes again.
         """
-        config = self.config
-        embedding = nnx.merge(self._graphs["embedding"], fetch("embedding", params["embedding"]))
-        x = embedding(tokens, positions, region)
-        rotary = (
-            rotary_tables(config, positions) if config.position_embedding_type == "rope" else None
-        )
-        inputs = LayerInputs(
-            region=region,
-            attend=jax.checkpoint(attend) if remat.recompute == "selective" else attend,
-            rotary=rotary,
-            randomness=randomness,
-            dtype=x.dtype,
-        )
-        if config.fp32_residual_connection:
-            x = x.astype(jnp.float32)
-        x = inputs.hidden_dropout(x, 0, "embedding")
+        if remat.recompute == "selective":
+            inputs = replace(inputs, attend=jax.checkpoint(inputs.attend))
 
-        def layer(x: jax.Array, weights: Params, number: LayerNumber) -> jax.Array:
+        def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
             return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs, number)
 
-        x = run_layers(layer, x, params["layers"], remat)
+        return run_layers(layer, x, layers, remat, first)
+
+    def final(self, params: Params, fetch: Fetch, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Final normalised hidden states ``[b, s, h]`` from the last layer's output."""
         norm = nnx.merge(self._graphs["final_norm"], fetch("final_norm", params["final_norm"]))
-        return region.gather_sequence(norm(x, inputs.dtype))
+        return inputs.region.gather_sequence(norm(x, inputs.dtype))
 
     def output_weight(self, params: Params, fetch: Fetch) -> jax.Array:
-        """Weight of the output layer ``[vocab/tensor, h]``: its own, or the embedding's."""
+        """Weight of the output layer ``[vocab/parts, h]``: its own, or the embedding's."""
         if self.config.untie_embeddings_and_output_weights:
             return fetch("output", params["output"])["weight"]
         return fetch("embedding", params["embedding"])["word"]

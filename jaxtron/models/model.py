@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxtron.layers.inputs import Attend, Randomness
+from jaxtron.layers.inputs import LayerInputs, LayerNumber
+from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat
-from jaxtron.parallel.region import Region
 
 Params = dict[str, Any]
 Fetch = Callable[[str, Params], Params]
@@ -38,38 +38,78 @@ class Model(Protocol):
         """Initial parameters, fp32; a function of ``key`` alone. Traced under plain ``jit``."""
         ...
 
-    def hidden(
+    def tables(self, positions: jax.Array) -> Any:
+        """Arrays that depend on ``positions [s]`` or ``[b, s]`` alone and that all layers read.
+
+        They reach the layers as ``inputs.rotary``; None when there are none.
+        """
+        ...
+
+    def lookup(
+        self, params: Params, fetch: Fetch, tokens: jax.Array, inputs: LayerInputs
+    ) -> jax.Array:
+        """Word embeddings ``[b, s/tensor, h]`` of ``tokens [b, s]``, still to be summed.
+
+        Each pipeline stage contributes the rows of the vocabulary it holds; jaxtron sums them over
+        ``pipeline``.
+
+        This method and those below run inside the manual region, on this device's rows and shards.
+        They sum over devices only with the verbs of ``inputs.region``, and never reduce gradients.
+
+        Args:
+            params: the parts other than ``layers``, as copied for compute.
+            fetch: applied to a part (for ``layers``: to one layer's weights) just before its use;
+                gathers under ``optim_grads_params``.
+            tokens: ids.
+            inputs: what layers see besides the residual stream.
+        """
+        ...
+
+    def embed(
         self,
         params: Params,
         fetch: Fetch,
-        tokens: jax.Array,
+        x: jax.Array,
         positions: jax.Array,
-        region: Region,
-        attend: Attend,
-        *,
-        randomness: Randomness | None,
-        remat: Remat,
+        inputs: LayerInputs,
     ) -> jax.Array:
-        """Final hidden states ``[b, s, h]``, the same on all members of ``tensor``.
+        """Input of layer 0 from the summed word embeddings ``x``; affine in ``x``.
 
-        Runs inside the manual region, on this device's rows and shards. A layer sums over devices
-        only with the verbs of ``region``, and never reduces gradients.
+        ``positions`` are ``[s]`` or ``[b, s]``.
+        """
+        ...
+
+    def run_layers(
+        self,
+        layers: Any,
+        fetch: Fetch,
+        x: jax.Array,
+        first: LayerNumber,
+        inputs: LayerInputs,
+        remat: Remat,
+    ) -> LayerOutput:
+        """Advance ``x`` by some consecutive layers of the model.
+
+        A pipeline stage calls this with the layers it holds.
 
         Args:
-            params: parts as copied for compute; ``layers`` is a list of one dict a layer (the loop
-                is unrolled) or one dict of stacked leaves (the loop is a scan).
-            fetch: applied to a part (for ``layers``: to one layer's weights) just before its use;
-                gathers under ``optim_grads_params``.
-            tokens: ids ``[b, s]``.
-            positions: ``[s]`` or ``[b, s]``.
-            region: the manual region.
-            attend: the attention kernel with its mask, see
-                :class:`jaxtron.layers.inputs.LayerInputs`.
-            randomness: dropout of this step; None when nothing is dropped.
+            layers: a list of one dict a layer (the loop is unrolled) or one dict of stacked leaves
+                (the loop is a scan), as copied for compute.
+            fetch: as above.
+            x: ``[b, s/tensor, h]``.
+            first: number of the first of the layers in the whole model.
+            inputs: what layers see besides.
             remat: what the backward pass computes again (``jaxtron/layers/layer_loop.py``).
         """
         ...
 
+    def final(self, params: Params, fetch: Fetch, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """Final hidden states ``[b, s, h]`` from the last layer's output ``x [b, s/tensor, h]``.
+
+        The same on all members of ``tensor``.
+        """
+        ...
+
     def output_weight(self, params: Params, fetch: Fetch) -> jax.Array:
-        """Weight of the output layer ``[vocab/tensor, h]``, vocabulary first."""
+        """Weight of the output layer ``[vocab/parts, h]``, vocabulary first."""
         ...

@@ -10,6 +10,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.activation_names import GATHERED_WEIGHT
+from jaxtron.parallel.computation import Computation
 from jaxtron.parallel.config import DataSharding
 from jaxtron.parallel.data_sharding import (
     gather_copy,
@@ -30,8 +31,6 @@ from jaxtron.precision.fp8_weight import (
 )
 
 Params = dict[str, Any]
-# (copies, microbatch) -> (piece of the objective, pieces to report)
-Objective = Callable[[Params, Any], tuple[jax.Array, Any]]
 
 
 def _map(f: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
@@ -71,7 +70,8 @@ class GradientPlan:
         layers = [jax.tree.map(lambda a, i=i: a[i], tree["layers"]) for i in range(count)]
         return {**tree, "layers": layers}
 
-    def _listed_layouts(self, count: int) -> Params:
+    def listed_layouts(self, count: int) -> Params:
+        """Layouts in the form of the copies of ``count`` layers."""
         if not self.unroll:
             return self.layouts
         layer = _map(ParamLayout.unstacked, self.layouts["layers"])
@@ -80,7 +80,7 @@ class GradientPlan:
     def copies(self, params: Params) -> Params:
         """What layers read: gathered copies, or under ZeRO-3 the stored shards."""
         listed = self._listed(params)
-        layouts = self._listed_layouts(len(listed["layers"]))
+        layouts = self.listed_layouts(len(listed["layers"]))
         if self.fp8 is not None:
             layers = self.fp8.weights(params["layers"], listed["layers"], None)
             listed = {**listed, "layers": layers}
@@ -105,55 +105,21 @@ class GradientPlan:
 
         return _map(gathered, layouts, weights)
 
-    def value_and_gradients(
-        self, objective: Objective, params: Params, microbatches: Any
-    ) -> tuple[Any, Params]:
-        """Sum over microbatches of the reported pieces, and the reduced gradients.
+    def scatter(self, g: Any, layouts: Any) -> Any:
+        """Gradients of copies as stored shards, fp32; not yet summed over ``replicated_axes``."""
+        if self.gathers_in_layer:  # the transpose of the gather has scattered them
+            return map_gradients(lambda a: a.astype(jnp.float32), g)
+        return map_gradients(lambda a, lay: scatter_gradient(a, lay, self.reduce_dtype), g, layouts)
 
-        Args:
-            objective: piece of the objective of one microbatch.
-            params: stored shards.
-            microbatches: arrays with a leading microbatch axis.
+    def after_microbatch(self, g: Any, layouts: Any) -> Any:
+        """What is done to one microbatch's gradients of copies before they are accumulated."""
+        return g if self.data_sharding in ("no_shard", "optim") else self.scatter(g, layouts)
 
-        Returns:
-            ``(reports, gradients)``: reports summed over microbatches, not over devices; gradients
-            as stored shards, fp32, summed over all devices.
-        """
-        copies = self.copies(params)
-        layouts = self._listed_layouts(len(copies["layers"]))
-        each_microbatch = self.data_sharding == "optim_grads"
-        gradient = jax.grad(
-            lambda part, microbatch: objective(with_trainable(copies, part), microbatch),
-            has_aux=True,
-        )
-
-        def scatter(g: Params) -> Params:
-            if self.gathers_in_layer:
-                return map_gradients(lambda a: a.astype(jnp.float32), g)
-            return map_gradients(
-                lambda a, lay: scatter_gradient(a, lay, self.reduce_dtype), g, layouts
-            )
-
-        def one(microbatch: Any) -> tuple[Params, Any]:
-            g, reports = gradient(trainable(copies), microbatch)
-            if each_microbatch or self.gathers_in_layer:
-                g = scatter(g)
-            return g, reports
-
-        count = jax.tree.leaves(microbatches)[0].shape[0]
-        first = jax.tree.map(lambda a: a[0], microbatches)
-        if count == 1:
-            grads, reports = one(first)
-        else:
-            shapes = jax.eval_shape(one, first)
-            start = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
-
-            def body(total: Any, microbatch: Any) -> Any:
-                return accumulate(total, one(microbatch)), None
-
-            (grads, reports), _ = lax.scan(body, start, microbatches)
-        if not (each_microbatch or self.gathers_in_layer):
-            grads = scatter(grads)
+    def finish(self, grads: Params) -> Params:
+        """Accumulated gradients as stored shards, summed over all devices, layers stacked."""
+        layouts = self.listed_layouts(len(grads["layers"]))
+        if self.data_sharding in ("no_shard", "optim"):
+            grads = self.scatter(grads, layouts)
         grads = weight_gradients(grads)
         grads = _map(
             lambda lay, g: sum_gradient(g, lay, self.region, self.reduce_dtype), layouts, grads
@@ -161,4 +127,71 @@ class GradientPlan:
         if self.unroll:
             stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *grads["layers"])
             grads = {**grads, "layers": stacked}
-        return reports, grads
+        return grads
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Runs a step's microbatches one after the other, all layers on every device."""
+
+    plan: GradientPlan
+
+    def value_and_gradients(
+        self, computation: Computation, params: Params, microbatches: Any
+    ) -> tuple[Any, Params]:
+        """Sum over microbatches of what the computation reports, and the reduced gradients.
+
+        Args:
+            computation: of one microbatch.
+            params: stored shards.
+            microbatches: arrays with a leading microbatch axis.
+
+        Returns:
+            ``(reports, gradients)``: reports of head and layers, summed over microbatches, not over
+            devices; gradients as stored shards, fp32, summed over all devices.
+        """
+        plan = self.plan
+        copies = plan.copies(params)
+        layouts = plan.listed_layouts(len(copies["layers"]))
+        gradient = jax.grad(
+            lambda part, microbatch: computation.objective(
+                with_trainable(copies, part), microbatch
+            ),
+            has_aux=True,
+        )
+
+        def one(microbatch: Any) -> tuple[Params, Any]:
+            g, reports = gradient(trainable(copies), microbatch)
+            return plan.after_microbatch(g, layouts), reports
+
+        count = jax.tree.leaves(microbatches)[0].shape[0]
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        if count == 1:
+            grads, reports = one(first)
+        else:
+            grad_shapes, report_shapes = jax.eval_shape(one, first)
+            start = (
+                jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), grad_shapes),
+                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), report_shapes),
+            )
+
+            def body(total: Any, microbatch: Any) -> Any:
+                return accumulate(total, one(microbatch)), None
+
+            (grads, reports), _ = lax.scan(body, start, microbatches)
+        return reports, plan.finish(grads)
+
+    def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:
+        """Sum over microbatches of what the head reports; forward passes alone."""
+        copies = self.plan.copies(params)
+
+        def one(microbatch: Any) -> Any:
+            return computation.objective(copies, microbatch)[1][0]
+
+        first = jax.tree.map(lambda a: a[0], microbatches)
+        if jax.tree.leaves(microbatches)[0].shape[0] == 1:
+            return one(first)
+        start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, first))
+        return lax.scan(
+            lambda total, each: (jax.tree.map(jnp.add, total, one(each)), None), start, microbatches
+        )[0]

@@ -26,6 +26,7 @@ class ParamLayout:
         zero_axes: mesh axes that split the stored parameter further (ZeRO).
         zero_dim: the dimension they split.
         compute_dtype: dtype of the copy.
+        stack_axes: of one layer's slice, the mesh axes that split the stack it was taken from.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ParamLayout:
     zero_axes: tuple[str, ...]
     zero_dim: int
     compute_dtype: Any
+    stack_axes: tuple[str, ...] = ()
 
     @property
     def stacked(self) -> bool:
@@ -52,7 +54,8 @@ class ParamLayout:
     @property
     def replicated_axes(self) -> tuple[str, ...]:
         """Mesh axes over which the stored parameter is replicated."""
-        used = {a for axes in self.model_axes for a in axes} | set(self.zero_axes)
+        used = {a for axes in self.model_axes for a in axes}
+        used |= {*self.zero_axes, *self.stack_axes}
         return tuple(a for a in AXES if a not in used)
 
     def unstacked(self) -> "ParamLayout":
@@ -63,6 +66,7 @@ class ParamLayout:
             shape=self.shape[1:],
             model_axes=self.model_axes[1:],
             zero_dim=self.zero_dim - 1,
+            stack_axes=self.model_axes[0],
         )
 
 

@@ -19,6 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+VOCAB_AXES = ("pipeline", "tensor")
+"""Mesh axes that share the work of embedding and output layer, slowest first."""
+
 
 @dataclass(frozen=True)
 class Region:
@@ -39,6 +42,19 @@ class Region:
     def live(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Those of ``axes`` that have more than one member."""
         return tuple(a for a in axes if self.sizes[a] > 1)
+
+    @property
+    def vocab_parts(self) -> int:
+        """Devices that share the vocabulary's work, on the same tokens."""
+        return self.sizes["pipeline"] * self.sizes["tensor"]
+
+    def vocab_start(self, rows: int) -> jax.Array | int:
+        """First id of this device's ``rows`` of the vocabulary.
+
+        Where ``parallel.rules`` leaves the vocabulary whole, this is 0 on one device, which does
+        all of the work, and beyond the last id on the others.
+        """
+        return (self.index("pipeline") * self.tensor + self.index("tensor")) * rows
 
     def sum(self, x: jax.Array, axes: Sequence[str]) -> jax.Array:
         """Sum over the members of ``axes``; no operation when there is one member."""

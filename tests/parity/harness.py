@@ -98,7 +98,9 @@ def initial_state(program: Program) -> Any:
     model = dataclasses.asdict(program.config.model)
     optimizer = dataclasses.asdict(program.config.optimizer)
     saved = _initial_state(json.dumps(model), json.dumps(optimizer))
-    return jax.tree.map(jax.device_put, saved, program.state_shardings)
+    abstract = program.abstract_state()
+    placed = jax.tree.map(lambda a, s: jax.device_put(a, s.sharding), saved, abstract)
+    return program.from_logical(placed)
 
 
 def run(program: Program, steps: int = 3) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def run(program: Program, steps: int = 3) -> dict[str, Any]:
     result: dict[str, Any] = {
         "loss": float(loss),
         "tokens": int(tokens),
-        "grads": jax.tree.map(np.asarray, grads),
+        "grads": jax.tree.map(np.asarray, program.to_logical({"params": grads})["params"]),
         "metrics": [],
     }
     for step in range(steps):
@@ -119,7 +121,8 @@ def run(program: Program, steps: int = 3) -> dict[str, Any]:
         )
         result["metrics"].append(jax.tree.map(float, metrics))
     assert_replicas_equal(state)
-    result["params"] = jax.tree.map(np.asarray, state["params"])
+    params = program.to_logical({"params": state["params"]})["params"]
+    result["params"] = jax.tree.map(np.asarray, params)
     return result
 
 

@@ -16,6 +16,7 @@ from jaxtron.config.validate import validate
 from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention import ATTENTION_BACKENDS, dot_product_attention
 from jaxtron.layers.activation_names import ACTIVATION_NAMES, GATHERED_WEIGHT
+from jaxtron.layers.inputs import LayerInputs
 from jaxtron.layers.layer_loop import run_layers
 from jaxtron.layers.remat import Remat, by_name, save_arithmetic
 from jaxtron.mesh.axes import AXES
@@ -75,9 +76,17 @@ def objective(params: Any, loop: str, remat: Remat) -> jax.Array:
     tokens = jnp.arange(ROWS * SEQ, dtype=jnp.int32).reshape(ROWS, SEQ) % 16
     positions = jnp.arange(SEQ, dtype=jnp.int32)
     region = Region(dict.fromkeys(AXES, 1), sequence_parallel=False)
-    x = model.hidden(
-        params, lambda _, weights: weights, tokens, positions, region, attend, remat=remat
+    fetch = lambda _, weights: weights  # noqa: E731
+    inputs = LayerInputs(
+        region=region,
+        attend=attend,
+        rotary=model.tables(positions),
+        randomness=None,
+        dtype=jnp.dtype(jnp.float32),
     )
+    x = model.embed(params, fetch, model.lookup(params, fetch, tokens, inputs), positions, inputs)
+    x = model.run_layers(params["layers"], fetch, x, 0, inputs, remat).x
+    x = model.final(params, fetch, x, inputs)
     return jnp.sum(jnp.sin(x))
 
 

@@ -137,12 +137,26 @@ TickOf = Callable[[int, Unit], int]
 """``(stage, unit) -> tick``."""
 
 
+def forward_schedule(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Forwards alone, for evaluation and inference: units follow each other without a gap.
+
+    Chunks take turns as in the interleaved schedule; any number of microbatches will do.
+    """
+
+    def forward(stage: int, unit: Unit) -> int:
+        group, member = divmod(unit.microbatch, stages)
+        return stage + (group * chunks + unit.chunk) * stages + member
+
+    return tabulate(stages, chunks, microbatches, forward=forward, backward=None)
+
+
 def tabulate(
-    stages: int, chunks: int, microbatches: int, *, forward: TickOf, backward: TickOf
+    stages: int, chunks: int, microbatches: int, *, forward: TickOf, backward: TickOf | None
 ) -> Schedule:
     """Make the table of a schedule from the tick of every unit's forward and backward.
 
-    Every stage runs every unit exactly once; slots and messages follow from the ticks.
+    Every stage runs every unit exactly once; slots and messages follow from the ticks. Without
+    ``backward`` the table has forwards alone.
 
     Raises:
         ConfigError: the ticks are no schedule: two units at once, a backward before its forward, or
@@ -150,8 +164,11 @@ def tabulate(
     """
     units = [Unit(m, c) for m in range(microbatches) for c in range(chunks)]
     forwards = [_by_tick(forward, stage, units, "forwards") for stage in range(stages)]
-    backwards = [_by_tick(backward, stage, units, "backwards") for stage in range(stages)]
-    count = 1 + max(max(table) for table in forwards + backwards)
+    backwards = [
+        {} if backward is None else _by_tick(backward, stage, units, "backwards")
+        for stage in range(stages)
+    ]
+    count = 1 + max(max(table, default=0) for table in forwards + backwards)
     columns = []
     for stage in range(stages):
         written, read = _slots(forwards[stage], backwards[stage], count, stage)

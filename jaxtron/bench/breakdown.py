@@ -1,0 +1,144 @@
+"""Where device time goes, from a trace of JAX's profiler."""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtron.errors import DataError
+
+# The first pattern found in a kernel's name decides; what matches none is other compute.
+KINDS: tuple[tuple[str, str], ...] = (
+    ("communication", r"nccl|ncclDevKernel|collective|nvshmem"),
+    ("attention", r"sdpa|flash|fmha|cudnn_generated|mha"),
+    ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
+    ("copy", r"memcpy|memset|copy"),
+)
+OTHER = "other compute"
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Time of one device over a trace, in seconds.
+
+    Attributes:
+        total: from the first kernel to the end of the last.
+        busy: per kind, the sum of its kernels' times; kinds may overlap.
+        exposed_communication: time in which communication ran and nothing else did.
+        idle: time in which nothing ran.
+        kernels: total time and count per kernel name, longest first.
+    """
+
+    total: float
+    busy: dict[str, float]
+    exposed_communication: float
+    idle: float
+    kernels: list[tuple[str, float, int]]
+
+    def lines(self, steps: int, top: int = 0) -> list[str]:
+        """A table in milliseconds per step."""
+
+        def row(name: str, seconds: float) -> str:
+            share = 100 * seconds / self.total if self.total else 0.0
+            return f"{name:26s} {1e3 * seconds / steps:9.2f} ms {share:5.1f} %"
+
+        rows = [row("device time", self.total)]
+        rows += [row(kind, t) for kind, t in sorted(self.busy.items(), key=lambda i: -i[1])]
+        rows.append(row("exposed communication", self.exposed_communication))
+        rows.append(row("idle", self.idle))
+        for name, seconds, count in self.kernels[:top]:
+            rows.append(f"{1e3 * seconds / steps:9.3f} ms {count / steps:7.1f} x {name[:110]}")
+        return rows
+
+
+def kind_of(kernel: str) -> str:
+    """Kind of a kernel by its name."""
+    for kind, pattern in KINDS:
+        if re.search(pattern, kernel, re.IGNORECASE):
+            return kind
+    return OTHER
+
+
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Spans merged where they overlap, ascending."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - start for start, end in _union(spans))
+
+
+def breakdown(events: Iterable[Mapping[str, Any]], device: int = 0) -> Breakdown:
+    """Break down one GPU's kernels.
+
+    Args:
+        events: of a trace in Chrome's format, times in microseconds.
+        device: which GPU of the traced process.
+
+    Raises:
+        DataError: the trace has no kernels of that device.
+    """
+    events = list(events)
+    names = {
+        (e["pid"], e.get("tid")): e["args"]["name"]
+        for e in events
+        if e.get("ph") == "M" and e.get("name") in ("thread_name",)
+    }
+    processes = {
+        e["pid"]: e["args"]["name"]
+        for e in events
+        if e.get("ph") == "M" and e.get("name") == "process_name"
+    }
+    kernels = [
+        e
+        for e in events
+        if e.get("ph") == "X"
+        and f"/device:GPU:{device}" in processes.get(e["pid"], "")
+        and names.get((e["pid"], e["tid"]), "").startswith("Stream")
+    ]
+    if not kernels:
+        raise DataError(f"the trace has no kernels of GPU {device}: it must come from a GPU run")
+    spans: dict[str, list[Span]] = defaultdict(list)
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in kernels:
+        start, length = event["ts"] * 1e-6, event["dur"] * 1e-6
+        spans[kind_of(event["name"])].append((start, start + length))
+        by_name[event["name"]][0] += length
+        by_name[event["name"]][1] += 1
+    everything = [span for kind in spans.values() for span in kind]
+    compute = [span for kind, each in spans.items() if kind != "communication" for span in each]
+    total = max(end for _, end in everything) - min(start for start, _ in everything)
+    ranked = sorted(by_name.items(), key=lambda item: -item[1][0])
+    return Breakdown(
+        total=total,
+        busy={kind: sum(end - start for start, end in each) for kind, each in spans.items()},
+        exposed_communication=_length(everything) - _length(compute),
+        idle=total - _length(everything),
+        kernels=[(name, seconds, int(count)) for name, (seconds, count) in ranked],
+    )
+
+
+def read_trace(folder: Path) -> list[dict[str, Any]]:
+    """Events of the newest trace under ``folder``.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = sorted(folder.rglob("*.trace.json.gz"), key=lambda f: f.stat().st_mtime)
+    if not files:
+        raise DataError(f"{folder} holds no trace (*.trace.json.gz)")
+    with gzip.open(files[-1], "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events

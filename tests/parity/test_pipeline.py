@@ -1,0 +1,188 @@
+"""Pipelines: loss, gradients, norms and next state equal those of one device (O10, O13)."""
+
+import itertools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtron.program import Program
+from tests.parity.harness import (
+    assert_parity,
+    initial_state,
+    make_batch,
+    make_config,
+    reference,
+    rows_of,
+    run,
+)
+from tests.parity.test_parity import GPT2, check
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "gpipe": {"pipeline_schedule": "gpipe"},
+    "interleaved": {"pipeline_schedule": "interleaved", "virtual_pipeline": 2},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "tensor2": {"tensor": 2},
+    "fsdp2": {"fsdp": 2},
+    "data2": {"data": 2},
+    "data2-tensor2": {"data": 2, "tensor": 2},
+}
+COUNTS = ("p", "4p", "odd")
+
+
+def microbatches(count: str, stages: int) -> int:
+    return {"p": stages, "4p": 4 * stages, "odd": 2 * stages + 1}[count]
+
+
+def check_arm(stages: int, schedule: str, other: str, count: str, **raw: Any) -> None:
+    m = microbatches(count, stages)
+    rows = m * (4 if "data2" in other or other == "fsdp2" else 2)
+    train = {"num_microbatches": m, "global_batch_size": rows, **raw.pop("train", {})}
+    model = {"num_layers": 2 * stages, **raw.pop("model", {})}
+    parallel = {"pipeline": stages, **SCHEDULES[schedule], **OTHERS[other]}
+    check(parallel, model=model, train=train, **raw)
+
+
+ARMS = [
+    arm
+    for arm in itertools.product((2, 4, 8), SCHEDULES, OTHERS, COUNTS)
+    # interleaving goes by groups of p microbatches; 8 stages leave no device for another axis
+    if not (arm[1] == "interleaved" and arm[3] == "odd")
+    and not (arm[0] == 8 and arm[2] != "alone")
+    and not (arm[0] == 4 and arm[2] == "data2-tensor2")
+]
+DEFAULT = [
+    (2, "1f1b", "data2-tensor2", "odd"),
+    (2, "interleaved", "tensor2", "4p"),
+    (4, "1f1b", "fsdp2", "4p"),
+    (4, "interleaved", "data2", "p"),
+    (4, "gpipe", "alone", "odd"),
+    (8, "1f1b", "alone", "p"),
+]
+
+
+@pytest.mark.parametrize(("stages", "schedule", "other", "count"), DEFAULT)
+def test_pipeline_equals_one_device(stages: int, schedule: str, other: str, count: str) -> None:
+    check_arm(stages, schedule, other, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stages", "schedule", "other", "count"), sorted(set(ARMS) - set(DEFAULT)))
+def test_full_product_equals_one_device(stages: int, schedule: str, other: str, count: str) -> None:
+    check_arm(stages, schedule, other, count)
+
+
+def test_uneven_stages_with_scattered_gradients_and_unrolled_layers() -> None:
+    """Stages of 1, 3, 2 and 0 layers; the padding of the state is never counted."""
+    check(
+        {
+            "pipeline": 4,
+            "fsdp": 2,
+            "pipeline_layout": "Et|ttt|tt|L",
+            "data_sharding": "optim_grads",
+        },
+        model={"num_layers": 6},
+        train={"num_microbatches": 5, "global_batch_size": 10, "layer_loop": "unroll"},
+        optimizer={"clip_grad": 0.05},
+    )
+
+
+def test_uneven_chunks_with_scanned_layers() -> None:
+    check(
+        {
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "pipeline_schedule": "interleaved",
+            "pipeline_layout": "Et|ttt||ttL",
+        },
+        model={"num_layers": 6},
+        train={"num_microbatches": 4, "global_batch_size": 8},
+    )
+
+
+def test_gpt2_style_model_with_tied_embeddings() -> None:
+    check(
+        {"pipeline": 2, "tensor": 2, "data": 2},
+        model=GPT2,
+        train={"num_microbatches": 4, "layer_loop": "unroll"},
+    )
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"recompute": "full"},
+        {"recompute": "selective", "layer_loop": "unroll"},
+        {"recompute": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute": {"mlp_up": "recompute"}, "layer_loop": "unroll"},
+    ],
+    ids=["full", "selective", "block", "by name"],
+)
+def test_recomputation_and_dropout_inside_stages(train: dict[str, Any]) -> None:
+    check(
+        {"pipeline": 2, "tensor": 2, "virtual_pipeline": 2, "pipeline_schedule": "interleaved"},
+        model={"num_layers": 8, "hidden_dropout": 0.2, "attention_dropout": 0.2},
+        train={"num_microbatches": 4, "global_batch_size": 8, **train},
+    )
+
+
+def test_packed_documents_with_reset_positions() -> None:
+    check(
+        {"pipeline": 2, "fsdp": 2},
+        data={
+            "source": "synthetic",
+            "seq_length": 16,
+            "eod_token": 0,
+            "reset_attention_mask": True,
+            "reset_position_ids": True,
+        },
+        train={"num_microbatches": 4},
+        loss={"z_loss_coeff": 0.01, "chunk_tokens": 7},
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_evaluation_and_generation_equal_one_device(schedule: str) -> None:
+    raw: dict[str, Any] = {
+        "model": {"num_layers": 4},
+        "train": {"num_microbatches": 4, "global_batch_size": 8},
+    }
+    parallel = {"pipeline": 2, "tensor": 2, **SCHEDULES[schedule]}
+    results = []
+    for config, devices in (
+        (make_config(**raw), 1),
+        (make_config(parallel=parallel, **raw), 4),
+    ):
+        program = Program(config, jax.devices()[:devices])
+        params = initial_state(program)["params"]
+        batch = make_batch(config)
+        loss, tokens = program.eval_step(params, rows_of(program, batch))
+        last = np.array([3, 9], np.int32)
+        logits = program.next_token_logits(params, batch["tokens"][:2], last)
+        results.append((float(loss), int(tokens), np.asarray(logits)))
+    (loss, tokens, logits), (loss_p, tokens_p, logits_p) = results
+    assert tokens_p == tokens
+    np.testing.assert_allclose(loss_p, loss, rtol=1e-6)
+    np.testing.assert_allclose(logits_p, logits, rtol=1e-5, atol=1e-6)
+
+
+def test_adamw_on_padded_stages_equals_one_device() -> None:
+    raw: dict[str, Any] = {
+        "model": {"num_layers": 3},
+        "train": {"num_microbatches": 2, "global_batch_size": 4},
+        "optimizer": {
+            "name": "adamw",
+            "lr": 1e-2,
+            "min_lr": 1e-2,
+            "weight_decay": 0.1,
+            "clip_grad": 1.0,
+        },
+    }
+    program = Program(
+        make_config(parallel={"pipeline": 2, "pipeline_layout": "Ett|tL"}, **raw), jax.devices()[:2]
+    )
+    assert_parity(run(program), reference(**raw))
