@@ -46,7 +46,7 @@ DEFAULT = [
 
 def devices_of(parallel: dict[str, Any]) -> list[jax.Device]:
     count = 1
-    for axis in ("data", "fsdp", "tensor", "pipeline"):
+    for axis in ("data", "fsdp", "tensor", "pipeline", "context"):
         count *= parallel.get(axis, 1)
     return jax.devices()[:count]
 
