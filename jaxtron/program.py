@@ -62,9 +62,9 @@ class Program:
     The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32)
     and ``updates`` (optimizer updates applied; a step without a valid token applies none,
     nor one over ``optimizer.grad_norm_skip_threshold``, nor one that overflows under fp16), and
-    under fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`). On a pipeline its stacked layers
-    are in the order of the stages; :meth:`to_logical` and :meth:`from_logical` convert to the
-    model's order, which checkpoints have.
+    under fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`). On a pipeline its stacked
+    layers are in the order of the stages; :meth:`to_logical` and :meth:`from_logical` convert to
+    the model's order, which checkpoints have.
 
     Args:
         config: the configuration; refused before anything is compiled when it cannot work.

@@ -18,6 +18,7 @@ from jaxtron.kernels.attention import ATTENTION_BACKENDS, dot_product_attention
 from jaxtron.layers.activation_names import ACTIVATION_NAMES, GATHERED_WEIGHT
 from jaxtron.layers.inputs import LayerInputs
 from jaxtron.layers.layer_loop import run_layers
+from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat, by_name, save_arithmetic
 from jaxtron.mesh.axes import AXES
 from jaxtron.models.config import ModelConfig
@@ -220,12 +221,12 @@ def test_gathered_weights_are_kept_or_dropped_whatever_is_recomputed(
 ) -> None:
     """A gather is a name on the weight, here as in ZeRO-3."""
 
-    def layer(x: jax.Array, w: jax.Array, number: Any) -> jax.Array:
-        return jnp.tanh(x @ checkpoint_name(jnp.concatenate([w, w]), GATHERED_WEIGHT))
+    def layer(x: jax.Array, w: jax.Array, number: Any) -> LayerOutput:
+        return LayerOutput(jnp.tanh(x @ checkpoint_name(jnp.concatenate([w, w]), GATHERED_WEIGHT)))
 
     kept = Remat(remat.recompute, drop_gathered=drop)
     forward = jax.make_jaxpr(
-        lambda x, w: jax.vjp(lambda x, w: run_layers(layer, x, w, kept), x, w)[1]
+        lambda x, w: jax.vjp(lambda x, w: run_layers(layer, x, w, kept).x, x, w)[1]
     )(jnp.ones((5, 4)), jnp.ones((LAYERS, 2, 4)))
     kept_shapes = [v.aval.shape for v in forward.jaxpr.outvars]
     assert ((LAYERS, 4, 4) in kept_shapes) is (not drop)
