@@ -123,7 +123,6 @@ def test_features_show_what_is_really_on():
     staged = inspect_layout(tiny(pipeline=2), 2)
     assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers, schedule 1f1b"
     assert feature(staged, "training") == "possible in this version"
-    assert "parallel.context is 2" in feature(inspect_layout(tiny(context=2), 2), "training")
 
 
 def test_matrices_that_data_sharding_cannot_divide_are_named():

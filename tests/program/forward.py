@@ -21,12 +21,16 @@ def _forward(program: Program, params: Any, batch: Mapping[str, Any], step: Any,
         copies = program.plan.copies(params)
         batch = {**batch, "rows": program._global_rows(*batch["tokens"].shape[:2])}
 
-        def one(microbatch: Any) -> jax.Array:
-            x = program._hidden(copies, microbatch, step)
+        def report(copies: Any, side: Any, x: jax.Array) -> jax.Array:
             if not head:
                 return x
             weight = program.model.output_weight(copies, program.plan.fetch)
             return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32)
+
+        computation = program._computation(step, head=report)
+
+        def one(microbatch: Any) -> jax.Array:
+            return computation.objective(copies, microbatch)[1][0]
 
         return lax.map(one, batch)
 
