@@ -25,7 +25,9 @@ from jaxtron.config.validate import validate_for_training
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
-from jaxtron.layers.inputs import LayerInputs, LayerNumber, Randomness
+from jaxtron.layers.inputs import LayerInputs, LayerNumber, MoEInputs, Randomness
+from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
+from jaxtron.layers.moe.step import live_tokens, load_metrics, updated_buffers
 from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
@@ -91,7 +93,7 @@ class Program:
         self.rules = make_rules(config.parallel.rules, self.sizes)
         self.model: Model = Decoder(config.model) if model is None else model
         self.batch_layout = batch_layout(config, self.sizes)
-        platform = devices[0].platform
+        self.platform = platform = devices[0].platform
         loop = config.train.layer_loop
         parallel, precision = config.parallel, config.precision
         differ = has_layer_exceptions(precision)
@@ -169,7 +171,7 @@ class Program:
         self.optimizer = make_optimizer(
             config.optimizer,
             total_steps=plan_length,
-            logical_axes=self.model.logical,
+            logical_axes=split_buffers(self.model.logical)[0],
             position=position,
         )
         self.schedule = learning_rate_schedule(
@@ -180,8 +182,11 @@ class Program:
             lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
         )
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        abstract_opt = jax.eval_shape(self.optimizer.init, shapes)
-        self._opt_shardings = optimizer_state_shardings(abstract_opt, shapes, param_shardings)
+        trained = split_buffers(shapes)[0]
+        abstract_opt = jax.eval_shape(self.optimizer.init, trained)
+        self._opt_shardings = optimizer_state_shardings(
+            abstract_opt, trained, split_buffers(param_shardings)[0]
+        )
         self.state_shardings: State = {
             "params": param_shardings,
             "opt_state": self._opt_shardings,
@@ -217,7 +222,7 @@ class Program:
         zero = jnp.zeros((), jnp.int32)
         state = {
             "params": params,
-            "opt_state": self.optimizer.init(params),
+            "opt_state": self.optimizer.init(split_buffers(params)[0]),
             "step": zero,
             "updates": zero,
         }
@@ -355,7 +360,7 @@ class Program:
         """What layers see of a microbatch besides the residual stream."""
         config = self.config
         randomness = None
-        if step is not None and (config.model.hidden_dropout or config.model.attention_dropout):
+        if step is not None and config.model.random:
             randomness = Randomness(
                 config=config.model,
                 region=self.region,
@@ -363,6 +368,14 @@ class Program:
                 step=step,
                 rows=side["rows"],
                 positions=side["positions"],
+            )
+        moe = None
+        if config.model.num_experts is not None:
+            moe = MoEInputs(
+                token_weights=side["router_weights"],
+                positions=side["positions"],
+                expert_axes=self.rules.axes("experts"),
+                platform=self.platform,
             )
         return LayerInputs(
             region=self.region,
@@ -376,7 +389,13 @@ class Program:
             rotary=side["tables"],
             randomness=randomness,
             dtype=DTYPES[config.precision.compute],
+            moe=moe,
         )
+
+    def _live(self, loss_mask: jax.Array) -> jax.Array:
+        """Tokens that routers work for, like ``loss_mask [microbatch, row, seq]``."""
+        positions = self.context.own_positions(loss_mask.shape[-1] * self.sizes["context"])
+        return live_tokens(loss_mask, positions, self.region)
 
     def _batch_axes(self) -> tuple[str, ...]:
         return (*self.rules.axes("batch"), *self.rules.axes("sequence"))
@@ -411,12 +430,15 @@ class Program:
         microbatches = {
             **batch,
             "token_weights": scale * self._token_weights(batch["loss_mask"]),
+            "router_weights": scale * self._token_weights(self._live(batch["loss_mask"])),
             "rows": self._global_rows(*batch["tokens"].shape[:2]),
         }
-        (loss, _), grads = self.executor.value_and_gradients(
+        (loss, report), grads = self.executor.value_and_gradients(
             self._computation(step), params, microbatches
         )
-        return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads
+        axes = [axis for axis in AXES if axis != "pipeline"]
+        report = jax.tree.map(lambda a: self.region.sum(a, axes), report)
+        return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads, report
 
     def loss_and_gradients(
         self,
@@ -430,22 +452,38 @@ class Program:
         ``step`` is the number of steps done; dropout depends on it. The backward pass computes
         ``loss_scale`` times the gradients; what is returned is divided by it again.
         """
+        return self._with_report(params, batch, step, loss_scale)[:3]
+
+    def _with_report(
+        self,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        step: jax.Array | int,
+        loss_scale: jax.Array | float,
+    ) -> Any:
+        """:meth:`loss_and_gradients`, and what the layers report, stacked in their places."""
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
             self._loss_and_gradients,
             (self.specs, batch_specs, PartitionSpec(), PartitionSpec()),
-            (PartitionSpec(), PartitionSpec(), self.specs),
+            (PartitionSpec(), PartitionSpec(), self.specs, PartitionSpec("pipeline")),
         )
         scale = jnp.asarray(loss_scale, jnp.float32)
-        loss, tokens, grads = function(params, dict(batch), jnp.asarray(step, jnp.int32), scale)
+        loss, tokens, grads, report = function(
+            params, dict(batch), jnp.asarray(step, jnp.int32), scale
+        )
         if isinstance(loss_scale, float) and loss_scale == 1.0:
-            return loss, tokens, grads
-        return loss / scale, tokens, jax.tree.map(lambda g: g / scale, grads)
+            return loss, tokens, grads, report
+        if self.config.model.num_experts is not None:
+            report = {**report, "loss": report["loss"] / scale}
+        return loss / scale, tokens, jax.tree.map(lambda g: g / scale, grads), report
 
     def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
         params = state["params"]
         scale = 1.0 if self.scaler is None else state["loss_scale"]["scale"]
-        loss, tokens, grads = self.loss_and_gradients(params, batch, state["step"], scale)
+        loss, tokens, grads, report = self._with_report(params, batch, state["step"], scale)
+        params, buffers = split_buffers(params)
+        grads, _ = split_buffers(grads)
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
         before = state["opt_state"]
         if self.config.optimizer.offload:
@@ -471,8 +509,22 @@ class Program:
             "tokens": tokens,
             "skipped": jnp.int32(1) - applies,
         }
+        new_buffers = buffers
+        if self.config.model.num_experts is not None:
+            first = self.config.model.num_dense_layers
+            places = {layer: i for i, layer in enumerate(self.order.layers) if layer >= 0}
+            if first:  # the pipeline's order is that of layers of one kind
+                places = {layer: layer - first for layer in places if layer >= first}
+            metrics |= load_metrics(
+                report["load"],
+                report["loss"],
+                places,
+                per_layer=self.config.model.moe_per_layer_logging,
+            )
+            new_buffers = updated_buffers(buffers, report["load"], self.config.model)
+        new_params = jax.tree.map(jnp.add, params, updates)
         new_state = {
-            "params": keep(jax.tree.map(jnp.add, params, updates), params),
+            "params": join_buffers(keep(new_params, params), keep(new_buffers, buffers)),
             "opt_state": keep(opt_state, before),
             "step": state["step"] + 1,
             "updates": state["updates"] + applies,
@@ -492,7 +544,8 @@ class Program:
         """Sum of the loss over the batch's valid tokens, and their number."""
 
         def local(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-            batch = {**batch, "token_weights": batch["loss_mask"]}
+            mask = batch["loss_mask"]
+            batch = {**batch, "token_weights": mask, "router_weights": self._live(mask)}
             loss = self.executor.reports(self._computation(), params, batch)
             return self.region.sum(loss, AXES), self._count(batch["loss_mask"])
 
@@ -517,7 +570,12 @@ class Program:
                 weight = self.model.output_weight(copies, self.plan.fetch)
                 return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
 
-            microbatches = {"tokens": tokens[None][:, :, positions], "last": last[None]}
+            used = (positions <= last[:, None]).astype(jnp.float32)
+            microbatches = {
+                "tokens": tokens[None][:, :, positions],
+                "last": last[None],
+                "router_weights": used[None],
+            }
             return self.executor.reports(self._computation(head=logits), params, microbatches)
 
         vocab = self.rules.axes("vocab") or None

@@ -12,6 +12,7 @@ from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
 from jaxtron.config.schema import keys
 from jaxtron.errors import CheckpointError
+from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.program import Program, State
 
 log = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def with_fresh_optimizer(program: Program, restored: State) -> State:
 
         opt_state = jax.tree.map(
             place,
-            program.optimizer.init(params),
+            program.optimizer.init(split_buffers(params)[0]),
             is_leaf=lambda state: isinstance(state, optax.ScaleByScheduleState),
         )
         return {"opt_state": opt_state, "step": step, "updates": updates}

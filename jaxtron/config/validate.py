@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from jaxtron.config.batch import batch_layout
 from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.config import Config
+from jaxtron.config.validate_moe import MOE_LAYOUT_CHECKS, MOE_MODEL_CHECKS
 from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import ConfigError, JaxtronError
 from jaxtron.layers.rope import rope_scaling_parameters
@@ -50,7 +51,7 @@ def validate_for_training(config: Config, num_devices: int) -> dict[str, int]:
     """:func:`validate`, and that this configuration can be trained here.
 
     Raises:
-        ConfigError: as :func:`validate`; or a mesh axis has no training implementation, or the
+        ConfigError: as :func:`validate`; or layers cannot use a row of ``parallel.rules``, or the
             tokenizer does not fit the model.
     """
     axes = validate(config, num_devices)
@@ -65,7 +66,8 @@ def validate_for_training(config: Config, num_devices: int) -> dict[str, int]:
 
 def _heads_divide_hidden_size(config: Config) -> Iterator[str]:
     model = config.model
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    derived = model.kv_channels is None and not model.multi_latent_attention
+    if derived and model.hidden_size % model.num_attention_heads:
         yield (
             f"model.hidden_size {model.hidden_size} is not a multiple of "
             f"model.num_attention_heads {model.num_attention_heads}: set model.kv_channels to the "
@@ -87,7 +89,7 @@ def _rotary_channels_are_pairs(config: Config) -> Iterator[str]:
     model = config.model
     if model.position_embedding_type != "rope":
         return
-    rotated = model.head_dim * model.rotary_percent
+    rotated = model.rotary_channels
     if rotated % 2 or rotated == 0:
         yield (
             f"model.rotary_percent {model.rotary_percent} of {model.head_dim} channels a head is "
@@ -387,16 +389,6 @@ def _offload_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
 # What only training needs.
 
 
-def _axes_can_train(config: Config, axes: Axes) -> Iterator[str]:
-    for axis in ("expert",):
-        if axes[axis] > 1:
-            yield (
-                f"parallel.{axis} is {axes[axis]}, but training over the {axis} axis is not "
-                f"available in this version (`jaxtron mesh` shows the layout): set parallel.{axis} "
-                "to 1"
-            )
-
-
 def _pipeline_keeps_weights(config: Config, axes: Axes) -> Iterator[str]:
     if axes["pipeline"] > 1 and config.parallel.data_sharding == "optim_grads_params":
         yield (
@@ -452,6 +444,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sequence_fits_positions,
     _eod_is_a_token,
     _recompute_method_fits,
+    *MOE_MODEL_CHECKS,
 )
 """Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""
 
@@ -467,11 +460,11 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _batch_divides,
     _layers_fit_stages,
     _schedule_runs_microbatches,
+    *MOE_LAYOUT_CHECKS,
 )
 """Checks of the model, the sequence and the batch against the sizes of the mesh axes."""
 
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
-    _axes_can_train,
     _ramp_runs_alone,
     _offload_runs_alone,
     _pipeline_keeps_weights,

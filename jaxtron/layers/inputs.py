@@ -64,6 +64,24 @@ class Randomness:
 
 
 @dataclass(frozen=True)
+class MoEInputs:
+    """What mixture-of-experts blocks see besides.
+
+    Attributes:
+        token_weights: fp32 ``[b, s]``, weights of tokens in the router's losses; 0 takes a token
+            out of everything: it has no expert, no count and no place in a capacity.
+        positions: int32 ``[s]`` token positions in the row.
+        expert_axes: mesh axes that split the experts, major first.
+        platform: ``cpu`` or ``gpu``.
+    """
+
+    token_weights: jax.Array
+    positions: jax.Array
+    expert_axes: tuple[str, ...]
+    platform: str
+
+
+@dataclass(frozen=True)
 class LayerInputs:
     """Side inputs of a transformer layer.
 
@@ -75,6 +93,7 @@ class LayerInputs:
         randomness: dropout of this step, or None when nothing is dropped.
         dtype: of what enters matrix products; the residual stream's too, unless
             ``model.fp32_residual_connection``.
+        moe: of a model with experts.
     """
 
     region: Region
@@ -82,6 +101,7 @@ class LayerInputs:
     rotary: tuple[jax.Array, jax.Array] | None
     randomness: Randomness | None
     dtype: jnp.dtype
+    moe: MoEInputs | None = None
 
     def hidden_dropout(self, x: jax.Array, layer: LayerNumber, site: str) -> jax.Array:
         """Dropout of ``x [b, s/tensor, h]``, when there is any."""

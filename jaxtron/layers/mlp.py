@@ -28,9 +28,16 @@ class MLP(nnx.Module):
     Gated: Shazeer 2020, arXiv:2002.05202. The inner width ``mlp`` is split over ``tensor``.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, output_std: float) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        output_std: float,
+        ffn_hidden_size: int | None = None,
+    ) -> None:
         self.config = config
-        embed, inner, parts = config.hidden_size, config.ffn_hidden_size, 1 + config.gated
+        self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
+        embed, inner, parts = config.hidden_size, self.ffn_hidden_size, 1 + config.gated
         # [:, 0] is the gate of a gated activation, the last the up projection
         self.up = normal(
             rngs,
@@ -57,7 +64,7 @@ class MLP(nnx.Module):
         u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
         u = checkpoint_name(u, "mlp_act")
         (y,) = linear(u, [self.down.get_value()])
-        y = inputs.region.reduce_sequence(y, partial=u.shape[-1] < self.config.ffn_hidden_size)
+        y = inputs.region.reduce_sequence(y, partial=u.shape[-1] < self.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
         return y

@@ -120,12 +120,12 @@ def _check_order(parameters: dict[str, Any]) -> None:
 
 
 def rotary_dim(config: ModelConfig) -> int:
-    """Channels of a head that are rotated: ``rotary_percent`` of them.
+    """Channels of a head that are rotated: ``rotary_percent`` of them, or those MLA sets apart.
 
     Raises:
         ConfigError: the number is odd or zero, so that channels cannot be paired.
     """
-    channels = int(config.head_dim * config.rotary_percent)
+    channels = int(config.rotary_channels)
     if channels < 2 or channels % 2:
         raise ConfigError(
             f"model.rotary_percent={config.rotary_percent} of {config.head_dim} channels a head "
@@ -201,6 +201,18 @@ def rotary_attention_factor(config: ModelConfig) -> float:
     log_factor = math.log(scaling["factor"])
     numerator = 0.1 * scaling["mscale"] * log_factor + 1
     return numerator / (0.1 * scaling["mscale_all_dim"] * log_factor + 1)
+
+
+def attention_temperature(config: ModelConfig) -> float:
+    """Factor on attention scores that MLA adds to ``1 / sqrt(channels)``.
+
+    ``(0.1 mscale_all_dim ln(factor) + 1)^2`` with YaRN (DeepSeek-V2, arXiv:2405.04434, and its
+    published code), else 1.
+    """
+    scaling = rope_scaling_parameters(config)
+    if scaling.get("type") != "yarn":
+        return 1.0
+    return (0.1 * scaling["mscale_all_dim"] * math.log(scaling["factor"]) + 1) ** 2
 
 
 def rotary_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

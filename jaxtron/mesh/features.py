@@ -6,7 +6,7 @@ from jaxtron.mesh.inspect import Inspection
 
 def features(inspection: Inspection) -> list[tuple[str, str]]:
     """Pairs of a feature's name and its effective value."""
-    config, sizes = inspection.config, inspection.sizes
+    config = inspection.config
     model, train, precision = config.model, config.train, config.precision
     output = "own weight" if model.untie_embeddings_and_output_weights else "tied to the embedding"
     return [
@@ -17,7 +17,7 @@ def features(inspection: Inspection) -> list[tuple[str, str]]:
         ("sequence parallelism", _sequence(inspection)),
         ("context parallelism", _context(inspection)),
         ("pipeline parallelism", _pipeline(inspection)),
-        ("expert parallelism", _parts("expert", sizes["expert"], "rows of the batch")),
+        ("experts", _experts(inspection)),
         ("output layer", output),
         ("precision", f"compute {precision.compute}, gradients summed in {precision.grad_reduce}"),
         ("recompute", _recompute(train)),
@@ -74,6 +74,20 @@ def _tensor(inspection: Inspection) -> str:
     return (
         f"{tensor} parts; a device has {model.num_attention_heads // tensor} query heads, "
         f"{kv} key/value heads, {model.ffn_hidden_size // tensor} ffn channels"
+    )
+
+
+def _experts(inspection: Inspection) -> str:
+    model, rules = inspection.config.model, inspection.rules
+    if model.num_experts is None:
+        return "none"
+    parts, inner = rules.size("experts"), rules.size("expert_mlp")
+    over = f" over {'+'.join(rules.axes('experts'))}" if parts > 1 else ""
+    width = f", {model.expert_ffn // inner} of {model.expert_ffn} ffn channels" if inner > 1 else ""
+    how = model.moe_token_dispatcher_type if parts > 1 else "no dispatch"
+    return (
+        f"{model.num_experts} a layer, {model.moe_router_topk} a token; a device has "
+        f"{model.num_experts // parts}{over}{width}, {how}"
     )
 
 

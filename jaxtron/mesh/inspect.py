@@ -11,6 +11,7 @@ from jaxtron.config.batch import BatchLayout, batch_layout
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate, validate_for_training
 from jaxtron.errors import ConfigError
+from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.mesh import grid
 from jaxtron.mesh.rules import LogicalRules, make_rules
 from jaxtron.mesh.state_bytes import (
@@ -173,9 +174,11 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
     placed = placement if rules.axes("layers") == ("pipeline",) else None
     shapes = stack_order(placement).place(model.shapes) if placed else model.shapes
     optimizer = make_optimizer(
-        config.optimizer, total_steps=config.train.steps, logical_axes=model.logical
+        config.optimizer,
+        total_steps=config.train.steps,
+        logical_axes=split_buffers(model.logical)[0],
     )
-    abstract_optimizer = jax.eval_shape(optimizer.init, shapes)
+    abstract_optimizer = jax.eval_shape(optimizer.init, split_buffers(shapes)[0])
 
     def layouts(level: DataSharding) -> Any:
         dtype = DTYPES[config.precision.compute]

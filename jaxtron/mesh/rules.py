@@ -28,7 +28,11 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "head_dim": (),
+    "latent": (),
     "mlp": ("tensor",),
+    "router": (),
+    "experts": ("expert",),
+    "expert_mlp": ("tensor",),
 }
 
 # A dimension with one of these names may be smaller than its mesh axes: it is then replicated over
@@ -36,7 +40,9 @@ DEFAULT_RULES: dict[str, tuple[str, ...]] = {
 REPLICATED_WHEN_SMALLER = frozenset({"kv_heads"})
 
 # Dimensions that layers can compute with in pieces, or whole; all others they need whole.
-SPLIT_OVER_TENSOR = ("vocab", "heads", "kv_heads", "mlp")
+SPLIT_OVER_TENSOR = ("vocab", "heads", "kv_heads", "mlp", "expert_mlp")
+# Axes that whole experts may be split over.
+EXPERT_AXES = ("expert", "context", "tensor")
 
 
 @dataclass(frozen=True)
@@ -126,8 +132,9 @@ def check_layers(rules: LogicalRules) -> Iterator[str]:
 
     The manual region's arithmetic follows from where a dimension is split, so a row outside these
     bounds would give a wrong result or none: ``batch`` and ``sequence`` take all their axes,
-    ``layers`` the pipeline's; ``vocab, heads, kv_heads, mlp`` are split over ``tensor`` or whole,
-    ``vocab`` over ``pipeline`` too; other dimensions of parameters are whole. ``zero`` is free.
+    ``layers`` the pipeline's; ``vocab, heads, kv_heads, mlp, expert_mlp`` are split over ``tensor``
+    or whole, ``vocab`` over ``pipeline`` too; ``experts`` over some of ``EXPERT_AXES``; other
+    dimensions of parameters are whole. ``zero`` is free.
     """
     for name, needed in (
         ("batch", BATCH_AXES),
@@ -142,6 +149,13 @@ def check_layers(rules: LogicalRules) -> Iterator[str]:
             )
     for name in rules.table:
         if name in ("batch", "sequence", "layers", "zero"):
+            continue
+        if name == "experts":
+            if not set(rules.axes(name)) <= set(EXPERT_AXES):
+                yield (
+                    f"parallel.rules.experts is {_shown(rules.table[name])}, but tokens travel to "
+                    f"their experts over {', '.join(EXPERT_AXES)} alone: set it to some of these"
+                )
             continue
         allowed: list[tuple[str, ...]] = [("tensor",)] if name in SPLIT_OVER_TENSOR else []
         if name == "vocab":

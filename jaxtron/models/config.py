@@ -36,6 +36,18 @@ class ModelConfig:
     add_bias_linear: bool = key(False, "Biases in every linear layer.")
     add_qkv_bias: bool = key(False, "Biases in the query/key/value projection alone.")
     qk_layernorm: bool = key(False, "Normalise queries and keys per head.")
+    multi_latent_attention: bool = key(
+        False, "Keys and values from a latent shared by the heads (MLA of DeepSeek-V2)."
+    )
+    q_lora_rank: int | None = key(
+        None, "MLA: channels of the queries' latent; null: queries from the stream.", ge=1
+    )
+    kv_lora_rank: int = key(512, "MLA: channels of the keys' and values' latent.", ge=1)
+    qk_head_dim: int = key(128, "MLA: channels of a query or key without rotation.", ge=1)
+    qk_pos_emb_head_dim: int = key(
+        64, "MLA: channels of a query or key that are rotated; keys share them.", ge=2
+    )
+    v_head_dim: int = key(128, "MLA: channels of a value.", ge=1)
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = key(
         "rope", "How positions enter."
     )
@@ -58,6 +70,75 @@ class ModelConfig:
     )
     attention_backend: Literal["auto", "xla", "cudnn"] = key("auto", "Attention kernel.")
 
+    num_experts: int | None = key(
+        None, "Experts of an MoE layer, which replace its MLP; null: dense layers.", ge=1
+    )
+    moe_layer_freq: list[int] | int = key(
+        1, "1: every layer has experts; or 0 (dense) and 1 for each layer, dense ones first."
+    )
+    moe_ffn_hidden_size: int | None = key(
+        None, "Inner width of an expert; null: ffn_hidden_size.", ge=1
+    )
+    moe_router_topk: int = key(2, "Experts that a token goes to.", ge=1)
+    moe_router_score_function: Literal["softmax", "sigmoid"] = key(
+        "softmax", "Scores of the experts; with sigmoid the chosen ones are divided by their sum."
+    )
+    moe_router_pre_softmax: bool = key(
+        False, "Softmax over all experts before the top-k, instead of over the chosen ones."
+    )
+    moe_router_topk_scaling_factor: float | None = key(
+        None, "Factor on the weights of the chosen experts.", gt=0
+    )
+    moe_router_num_groups: int | None = key(
+        None, "Groups of experts for group-limited routing; null: none.", ge=1
+    )
+    moe_router_group_topk: int | None = key(
+        None, "Groups that a token's experts are chosen from.", ge=1
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"] = key(
+        "seq_aux_loss",
+        "Unit of the balancing loss: a microbatch over all data shards, or a sequence; sinkhorn: "
+        "balanced assignment without a loss.",
+    )
+    moe_aux_loss_coeff: float = key(0.0, "Weight of the balancing loss.", ge=0)
+    moe_z_loss_coeff: float | None = key(
+        None, "Weight of the squared log-partition term of router logits; null: none.", ge=0
+    )
+    moe_input_jitter_eps: float | None = key(
+        None, "Router inputs are multiplied by uniform noise in 1 ± eps.", gt=0, lt=1
+    )
+    moe_router_enable_expert_bias: bool = key(
+        False, "Balance without a loss: a bias per expert that only the choice sees."
+    )
+    moe_router_bias_update_rate: float = key(
+        1e-3, "Change of the bias per step, up for an expert with less than the mean load.", gt=0
+    )
+    moe_router_force_load_balancing: bool = key(
+        False, "Benchmarks only: experts by turns, whatever the router says."
+    )
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = key(
+        "alltoall", "How tokens reach experts on other devices."
+    )
+    moe_expert_capacity_factor: float | None = key(
+        None,
+        "An expert takes at most ceil(seq_length * topk / experts * factor) tokens of a sequence; "
+        "null: dropless.",
+        gt=0,
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = key(
+        "probs", "Who is dropped over capacity: the lowest weights, or the latest tokens."
+    )
+    moe_grouped_gemm_backend: Literal["auto", "xla", "padded", "bucketed", "mosaic_gpu"] = key(
+        "auto", "Kernel of the experts' matrix products."
+    )
+    moe_shared_expert_intermediate_size: int | None = key(
+        None, "Inner width of the shared expert that every token visits; null: none.", ge=1
+    )
+    moe_shared_expert_gate: bool = key(
+        False, "Scale the shared expert by the sigmoid of a learned gate."
+    )
+    moe_per_layer_logging: bool = key(False, "Log the load of the experts layer by layer.")
+
     @property
     def query_groups(self) -> int:
         """Key/value heads."""
@@ -65,13 +146,40 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """Channels of one query or key."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_channels(self) -> float:
+        """Channels of a query or key that are rotated."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return self.head_dim * self.rotary_percent
 
     @property
     def gated(self) -> bool:
         """Whether the MLP multiplies a gate with an up projection."""
         return self.activation in ("swiglu", "geglu")
+
+    @property
+    def random(self) -> bool:
+        """Whether training draws random numbers in the layers."""
+        noisy = self.hidden_dropout or self.attention_dropout or self.moe_input_jitter_eps
+        return bool(noisy)
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers without experts before the first with them, in a model that has experts."""
+        if isinstance(self.moe_layer_freq, int):
+            return 0
+        return self.moe_layer_freq.count(0)
+
+    @property
+    def expert_ffn(self) -> int:
+        """Inner width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
     def padded_vocab_size(self) -> int:

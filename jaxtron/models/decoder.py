@@ -38,8 +38,9 @@ class Decoder:
     """Embedding, a stack of layers, final norm and output layer.
 
     Parameters are a nested dict with the parts ``embedding, layers, final_norm`` and, when untied,
-    ``output``; ``layers`` leaves hold all layers in their first dimension. The methods that compute
-    run inside the manual region, on local shards. Implements
+    ``output``; ``layers`` leaves hold all layers in their first dimension. Dense layers that come
+    before layers with experts are parts of their own, ``dense_0`` and so on. The methods that
+    compute run inside the manual region, on local shards. Implements
     :class:`jaxtron.models.model.Model`.
 
     Attributes:
@@ -60,6 +61,10 @@ class Decoder:
         }
         if config.untie_embeddings_and_output_weights:
             self._build["output"] = lambda rngs: Output(config, rngs)
+        self._dense = [f"dense_{i}" for i in range(config.num_dense_layers)]
+        for name in self._dense:
+            self._build[name] = lambda rngs: self.layer_class(config, rngs, dense=True)
+        stacked_layers = config.num_layers - len(self._dense)
         self._graphs: dict[str, Any] = {}
         self.shapes: Params = {}
         self.logical: Params = {}
@@ -70,7 +75,7 @@ class Decoder:
             stack = part == "layers"
             self.shapes[part] = jax.tree.map(
                 lambda s, stack=stack: jax.ShapeDtypeStruct(
-                    (config.num_layers, *s.shape) if stack else s.shape, s.dtype
+                    (stacked_layers, *s.shape) if stack else s.shape, s.dtype
                 ),
                 nnx.to_pure_dict(state),
             )
@@ -89,19 +94,22 @@ class Decoder:
     def init(self, key: jax.Array) -> Params:
         """Initial parameters; they depend on ``key`` and the model's shape alone.
 
-        Layer i draws from ``fold_in(key of layers, i)``, so that its weights do not depend on where
-        it is placed or how many layers there are around it.
+        Layer i, dense or not, draws from ``fold_in(key of layers, i)``, so that its weights do not
+        depend on where it is placed or how many layers there are around it.
         """
 
         def part(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Params:
             return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))
 
-        keys = dict(zip(sorted(self._build), jax.random.split(key, 4), strict=False))
+        names = sorted(set(self._build) - set(self._dense))
+        keys = dict(zip(names, jax.random.split(key, 4), strict=False))
+        for i, name in enumerate(self._dense):
+            keys[name] = jax.random.fold_in(keys["layers"], i)
         params = {}
         for name, build in self._build.items():
             if name == "layers":
                 layer_keys = jax.vmap(jax.random.fold_in, (None, 0))(
-                    keys[name], jnp.arange(self.config.num_layers)
+                    keys[name], jnp.arange(len(self._dense), self.config.num_layers)
                 )
                 params[name] = jax.vmap(lambda k, build=build: part(build, k))(layer_keys)
             else:
@@ -130,11 +138,14 @@ class Decoder:
         positions: jax.Array,
         inputs: LayerInputs,
     ) -> jax.Array:
-        """Input of layer 0 ``[b, s/tensor, h]`` from the word embeddings."""
+        """Input of the first stacked layer ``[b, s/tensor, h]`` from the word embeddings."""
         x = self._embedding(params, fetch)(x, positions, inputs.region)
         if self.config.fp32_residual_connection:
             x = x.astype(jnp.float32)
-        return inputs.hidden_dropout(x, 0, "embedding")
+        x = inputs.hidden_dropout(x, 0, "embedding")
+        for i, name in enumerate(self._dense):
+            x = nnx.merge(self._graphs[name], fetch(name, params[name]))(x, inputs, i).x
+        return x
 
     def run_layers(
         self,
@@ -160,6 +171,7 @@ class Decoder:
             inputs = replace(inputs, attend=jax.checkpoint(inputs.attend))
 
         def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
+            number = number + len(self._dense)
             return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs, number)
 
         return run_layers(layer, x, layers, remat, first)

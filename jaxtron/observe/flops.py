@@ -5,6 +5,8 @@ multiply-add is two operations, hence the factor 6 per multiply-add of the forwa
 
 * matrix products only; norms, activations, softmax, rotary embedding and embedding look-up are not
   counted, nor is anything that recomputation repeats;
+* of a mixture of experts those count that a token visits, with the router and the shared expert;
+  capacity, padding and dropped tokens change nothing;
 * the output layer counts with the padded vocabulary, because that is the product that runs;
 * attention is counted once per query-key pair in each of its two products. The two conventions
   differ in the pairs alone:
@@ -42,18 +44,55 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> FlopsPerToken:
     query = model.head_dim * model.num_attention_heads
     key_value = model.head_dim * model.query_groups
     attention = model.hidden_size * (query + 2 * key_value) + query * model.hidden_size
-    mlp = model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
+    scored = 2 * query
+    if model.multi_latent_attention:
+        attention = _latent_attention(model)
+        scored = model.num_attention_heads * (model.head_dim + model.v_head_dim)
+    mlp = model.hidden_size * (_active_ffn(model) * (3 if model.gated else 2))
+    if model.num_experts is not None:
+        mlp += model.hidden_size * model.num_experts  # the router
     output = model.hidden_size * model.padded_vocab_size
-    products = model.num_layers * (attention + mlp) + output
+    dense = model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
+    first = model.num_dense_layers
+    blocks = first * dense + (model.num_layers - first) * mlp
+    products = model.num_layers * attention + blocks + output
 
     def total(keys_per_query: float) -> float:
-        scores_and_values = 2 * query * keys_per_query
+        scores_and_values = scored * keys_per_query
         return _FORWARD_BACKWARD * (products + model.num_layers * scores_and_values)
 
     return FlopsPerToken(
         causal=total(mean_causal_keys(seq_length, model.window_size)),
         full_attention=total(seq_length),
     )
+
+
+def _latent_attention(model: ModelConfig) -> int:
+    """Elements of the matrices of multi-head latent attention."""
+    hidden, heads, latent = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
+    query = heads * model.head_dim
+    queries = hidden * query
+    if model.q_lora_rank is not None:
+        queries = model.q_lora_rank * (hidden + query)
+    down = hidden * (latent + model.qk_pos_emb_head_dim)
+    up = latent * heads * (model.qk_head_dim + model.v_head_dim)
+    return queries + down + up + heads * model.v_head_dim * hidden
+
+
+def _active_ffn(model: ModelConfig) -> int:
+    """Inner channels that a token passes in a layer."""
+    if model.num_experts is None:
+        return model.ffn_hidden_size
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return model.moe_router_topk * model.expert_ffn + shared
+
+
+def _total_ffn(model: ModelConfig) -> int:
+    """Inner channels that a layer has."""
+    if model.num_experts is None:
+        return model.ffn_hidden_size
+    shared = model.moe_shared_expert_intermediate_size or 0
+    return model.num_experts * model.expert_ffn + shared
 
 
 def mean_causal_keys(seq_length: int, window_size: int | None = None) -> float:
@@ -91,14 +130,24 @@ def parameter_count(model: ModelConfig, *, padded_vocab: bool = True) -> int:
     if model.qk_layernorm:
         attention += 2 * norm_vectors * model.head_dim
 
-    mlp = hidden * model.ffn_hidden_size * (halves + 1)
+    if model.multi_latent_attention:
+        attention = _latent_attention(model)
+        attention += norm_vectors * (model.kv_lora_rank + (model.q_lora_rank or 0))
+
+    dense = hidden * model.ffn_hidden_size * (halves + 1)
+    mlp = hidden * _total_ffn(model) * (halves + 1)
     if model.add_bias_linear:
         mlp += halves * model.ffn_hidden_size + hidden
+    if model.num_experts is not None:
+        mlp += model.num_experts * (hidden + model.moe_router_enable_expert_bias)
+        mlp += hidden * model.moe_shared_expert_gate
 
-    layer = attention + mlp + 2 * norm_vectors * hidden
+    first = model.num_dense_layers
+    layers = first * dense + (model.num_layers - first) * mlp
+    layers += model.num_layers * (attention + 2 * norm_vectors * hidden)
     embeddings = vocab * hidden
     if model.untie_embeddings_and_output_weights:
         embeddings += vocab * hidden
     if model.position_embedding_type == "learned_absolute":
         embeddings += model.max_position_embeddings * hidden
-    return model.num_layers * layer + norm_vectors * hidden + embeddings
+    return layers + norm_vectors * hidden + embeddings

@@ -99,6 +99,8 @@ def param_layouts(
 ) -> Any:
     """Layout of every parameter.
 
+    A router's weights are copied in fp32 whatever the compute dtype: small differences decide.
+
     Vectors (norm weights, biases) stay whole on every data shard and in fp32: sharding them would
     add a collective per vector and save nothing. A matrix whose dimensions the ``zero`` axes do not
     divide stays whole too; ``python -m jaxtron.mesh`` shows which.
@@ -135,7 +137,7 @@ def param_layouts(
             model_axes=axes,
             zero_axes=free if dim is not None else (),
             zero_dim=dim if dim is not None else 0,
-            compute_dtype=compute_dtype if matrix else jnp.float32,
+            compute_dtype=compute_dtype if matrix and "router" not in names else jnp.float32,
         )
 
     return jax.tree_util.tree_map_with_path(

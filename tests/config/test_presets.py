@@ -7,7 +7,8 @@ import pytest
 from jaxtron.config.load import load_config
 from jaxtron.config.presets import preset_names, presets_dir
 from jaxtron.mesh.axes import resolve_axes
-from jaxtron.observe.flops import parameter_count
+from jaxtron.models.config import ModelConfig
+from jaxtron.observe.flops import flops_per_token, parameter_count
 
 GPU_BYTES = 80e9
 LEAST_ROOM = 2e9  # for activations, even with every layer recomputed
@@ -23,6 +24,9 @@ PARAMETERS = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "llama31_405b": 405_853_388_800,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "deepseek_v2_lite": 15_706_484_224,
 }
 
 # Layers, hidden, ffn, heads, groups, vocabulary, positions, RoPE base.
@@ -35,9 +39,19 @@ SHAPES = {
     "llama3_8b": (32, 4096, 14336, 32, 8, 128256, 8192, 5e5),
     "llama3_70b": (80, 8192, 28672, 64, 8, 128256, 8192, 5e5),
     "llama31_405b": (126, 16384, 53248, 128, 8, 128256, 131072, 5e5),
+    "mixtral_8x7b": (32, 4096, 14336, 32, 8, 32000, 32768, 1e6),
+    "qwen3_30b_a3b": (48, 2048, 6144, 32, 4, 151936, 40960, 1e6),
+    "deepseek_v2_lite": (27, 2048, 10944, 16, 16, 102400, 163840, 1e4),
+}
+# Experts, topk, expert ffn, parameters that a token uses, counted by hand with the whole embedding
+# (published as 12.9, 3.3 and, without the embedding, 2.4 billion).
+EXPERTS = {
+    "mixtral_8x7b": (8, 2, 14336, 12_879_925_248),
+    "qwen3_30b_a3b": (128, 8, 768, 3_353_032_704),
+    "deepseek_v2_lite": (64, 6, 1408, 2_661_150_208),
 }
 
-# GPUs, tensor, pipeline, fsdp.
+# GPUs, tensor, pipeline, fsdp; expert where it is not 1.
 LAYOUTS = {
     "gpt3_175b": (128, 8, 4, 4),
     "llama2_7b": (8, 1, 1, 8),
@@ -46,6 +60,9 @@ LAYOUTS = {
     "llama3_8b": (8, 1, 1, 8),
     "llama3_70b": (32, 4, 2, 4),
     "llama31_405b": (256, 8, 8, 4),
+    "mixtral_8x7b": (32, 1, 1, 4, 8),
+    "qwen3_30b_a3b": (16, 1, 1, 2, 8),
+    "deepseek_v2_lite": (8, 1, 1, 1, 8),
 }
 
 
@@ -78,12 +95,30 @@ def test_shapes_are_the_published_ones(name: str) -> None:
     assert model.activation == ("gelu_tanh" if gpt else "swiglu")
     assert model.add_bias_linear == gpt
     assert model.untie_embeddings_and_output_weights == (not gpt)
-    assert model.layernorm_epsilon == 1e-5
+    assert model.layernorm_epsilon == (1e-6 if name.startswith(("qwen", "deepseek")) else 1e-5)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_and_active_parameters_are_the_published_ones(name: str) -> None:
+    model = load_config({"preset": name}).model
+    experts, topk, ffn, active = EXPERTS[name]
+    assert (model.num_experts, model.moe_router_topk, model.expert_ffn) == (experts, topk, ffn)
+    layers = model.num_layers - model.num_dense_layers
+    idle = layers * (experts - topk) * 3 * model.hidden_size * ffn
+    assert PARAMETERS[name] - idle == active
+    # per token 6 operations for each active parameter, less the embedding and the norms, which do
+    # no matrix product
+    flops = flops_per_token(model, 2)
+    value = model.v_head_dim if model.multi_latent_attention else model.head_dim
+    attention = 6 * model.num_layers * (model.head_dim + value) * model.num_attention_heads
+    embedding = model.vocab_size * model.hidden_size
+    products = (flops.causal - attention) / 6
+    assert products == pytest.approx(active - embedding, rel=1e-3)
 
 
 def test_llama_31_scales_its_rotary_frequencies() -> None:
     scaled = {n for n in SHAPES if load_config({"preset": n}).model.rope_scaling is not None}
-    assert scaled == {"llama31_405b"}
+    assert scaled == {"llama31_405b", "deepseek_v2_lite"}
     assert load_config({"preset": "llama31_405b"}).model.rope_scaling == {
         "type": "llama3",
         "factor": 8.0,
@@ -104,18 +139,33 @@ def state_bytes(parameters: float, shards: int, data_sharding: str) -> float:
     }[data_sharding]
 
 
+def state_of(name: str, data_sharding: str, model: ModelConfig) -> float:
+    """State bytes per device; of experts a device has its part and shards it over fsdp alone."""
+    _, tensor, pipeline, fsdp, *rest = LAYOUTS[name]
+    expert = rest[0] if rest else 1
+    experts = 0
+    if model.num_experts is not None:
+        width = model.hidden_size * model.expert_ffn
+        experts = (model.num_layers - model.num_dense_layers) * model.num_experts * 3 * width
+    dense = parameter_count(model) - experts
+    stage = tensor * pipeline
+    return state_bytes(dense / stage, fsdp * expert, data_sharding) + state_bytes(
+        experts / (stage * expert), fsdp, data_sharding
+    )
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_are_the_recommended_ones_and_their_state_fits(name: str) -> None:
     config = load_config({"preset": name})
-    devices, tensor, pipeline, fsdp = LAYOUTS[name]
+    devices, tensor, pipeline, fsdp, *expert = LAYOUTS[name]
     axes = resolve_axes(config.parallel, devices)
     assert (axes["tensor"], axes["pipeline"], axes["fsdp"]) == (tensor, pipeline, fsdp)
+    assert axes["expert"] == (expert[0] if expert else 1)
 
     # Data sharding is `optim` wherever that leaves room, else the least that does.
-    parameters = parameter_count(config.model) / (tensor * pipeline)
     room = GPU_BYTES - LEAST_ROOM
     fits = [
-        level for level in ("optim", "optim_grads") if state_bytes(parameters, fsdp, level) <= room
+        level for level in ("optim", "optim_grads") if state_of(name, level, config.model) <= room
     ]
     assert config.parallel.data_sharding == fits[0]
 
@@ -124,9 +174,8 @@ def test_layouts_are_the_recommended_ones_and_their_state_fits(name: str) -> Non
 def test_the_comment_of_a_preset_gives_its_parameters_and_state(name: str) -> None:
     text = (presets_dir() / f"{name}.yaml").read_text().split("model:")[0].replace("\n# ", " ")
     config = load_config({"preset": name})
-    devices, tensor, pipeline, fsdp = LAYOUTS[name]
-    parameters = parameter_count(config.model) / (tensor * pipeline)
-    gigabytes = state_bytes(parameters, fsdp, config.parallel.data_sharding) / 1e9
+    devices = LAYOUTS[name][0]
+    gigabytes = state_of(name, config.parallel.data_sharding, config.model) / 1e9
     assert f"{PARAMETERS[name]:,} parameters" in text
     assert f"{devices} GPUs" in text
     # The fullest device holds a little more than the mean: uneven stages, replicated biases.

@@ -256,14 +256,6 @@ def test_all_problems_are_reported_at_once() -> None:
     assert len(message.splitlines()) == 2
 
 
-@pytest.mark.parametrize("axis", ["expert"])
-def test_axes_without_training_can_be_shown_but_not_trained(axis: str) -> None:
-    config = load_config(BASE, [f"parallel.{axis}=2"])
-    assert validate(config, 8)[axis] == 2
-    with pytest.raises(ConfigError, match=rf"parallel\.{axis} is 2, .* not available"):
-        validate_for_training(config, 8)
-
-
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
     fits = load_config(BASE, ["data.tokenizer=byte"])
     validate_for_training(fits, 1)
@@ -281,7 +273,8 @@ def test_a_missing_tokenizer_is_refused_by_name() -> None:
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_on_its_devices(name: str) -> None:
     config = load_config({"preset": name})
-    validate(config, config.parallel.tensor * config.parallel.pipeline * 4)
+    parallel = config.parallel
+    validate(config, parallel.tensor * parallel.pipeline * parallel.expert * 4)
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2_124m", "llama2_7b", "llama3_8b"])

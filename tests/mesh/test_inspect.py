@@ -123,6 +123,8 @@ def test_features_show_what_is_really_on():
     staged = inspect_layout(tiny(pipeline=2), 2)
     assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers, schedule 1f1b"
     assert feature(staged, "training") == "possible in this version"
+    refused = inspect_layout(tiny(pipeline=2, data_sharding="optim_grads_params"), 2)
+    assert "parallel.pipeline is 2" in feature(refused, "training")
 
 
 def test_matrices_that_data_sharding_cannot_divide_are_named():

@@ -1,0 +1,269 @@
+"""Combinations of keys of experts and latent attention that cannot work, each with its fix."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxtron.config.config import Config
+from jaxtron.errors import ConfigError
+from jaxtron.mesh.rules import make_rules
+from jaxtron.models.config import ModelConfig
+
+
+def _keys_have_experts(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.num_experts is not None:
+        return
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(model, field.name)
+        if field.name.startswith("moe_") and value != field.default:
+            yield (
+                f"model.{field.name} is {value}, but model.num_experts is null, so there are no "
+                f"experts: set model.num_experts, or model.{field.name} to {_shown(field.default)}"
+            )
+
+
+def _choices_fit_experts(config: Config) -> Iterator[str]:
+    model = config.model
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts is None:
+        return
+    if topk > experts:
+        yield (
+            f"model.moe_router_topk {topk} is more than model.num_experts {experts}: set it to "
+            f"{experts} or less"
+        )
+    groups, kept = model.moe_router_num_groups, model.moe_router_group_topk
+    if groups is None and kept is None:
+        return
+    if groups is None or kept is None:
+        given = "moe_router_group_topk" if groups is None else "moe_router_num_groups"
+        missing = "moe_router_num_groups" if groups is None else "moe_router_group_topk"
+        yield f"model.{given} is set but model.{missing} is null: set both, or both to null"
+    elif experts % groups or kept > groups or topk % kept or topk // kept > experts // groups:
+        yield (
+            f"group-limited routing of model.num_experts {experts} in model.moe_router_num_groups "
+            f"{groups}, model.moe_router_group_topk {kept}, model.moe_router_topk {topk}: groups "
+            "must divide the experts, group_topk must be at most the groups and divide topk, and "
+            "topk / group_topk at most the experts of a group"
+        )
+
+
+def _router_keys_agree(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.num_experts is None:
+        return
+    sigmoid = model.moe_router_score_function == "sigmoid"
+    if model.moe_router_pre_softmax and sigmoid:
+        yield (
+            "model.moe_router_pre_softmax is true but model.moe_router_score_function is sigmoid: "
+            "set moe_router_pre_softmax to false, or the score function to softmax"
+        )
+    sinkhorn = model.moe_router_load_balancing_type == "sinkhorn"
+    alone = model.moe_router_topk == 1 and not sigmoid and not sinkhorn
+    if alone and not model.moe_router_pre_softmax:
+        yield (
+            "model.moe_router_topk is 1 with softmax after the choice, so every weight is 1 and "
+            "the router learns nothing: set model.moe_router_pre_softmax to true"
+        )
+    if model.moe_router_enable_expert_bias and not sigmoid:
+        yield (
+            "model.moe_router_enable_expert_bias is for sigmoid scores, but "
+            "model.moe_router_score_function is softmax: set it to sigmoid, or the bias to false"
+        )
+    if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type in ("sinkhorn", "none"):
+        yield (
+            f"model.moe_aux_loss_coeff is {model.moe_aux_loss_coeff} but "
+            f"model.moe_router_load_balancing_type is {model.moe_router_load_balancing_type}, "
+            "which has no loss: set the coefficient to 0, or the type to seq_aux_loss or aux_loss"
+        )
+    if sinkhorn:
+        for name in (
+            "moe_router_pre_softmax",
+            "moe_router_enable_expert_bias",
+            "moe_router_num_groups",
+            "moe_router_topk_scaling_factor",
+        ):
+            if getattr(model, name):
+                yield (
+                    f"model.{name} has no effect with model.moe_router_load_balancing_type "
+                    f"sinkhorn: set it to {_shown(_default(name))}"
+                )
+        if sigmoid:
+            yield (
+                "model.moe_router_score_function has no effect with "
+                "model.moe_router_load_balancing_type sinkhorn (sigmoid for one expert a token, "
+                "softmax for more): leave it out"
+            )
+    if model.moe_expert_capacity_factor is None and model.moe_token_drop_policy != "probs":
+        yield (
+            f"model.moe_token_drop_policy is {model.moe_token_drop_policy} but nothing is dropped: "
+            "set model.moe_expert_capacity_factor, or leave the policy out"
+        )
+
+
+def _dense_layers_come_first(config: Config) -> Iterator[str]:
+    model = config.model
+    pattern = model.moe_layer_freq
+    if isinstance(pattern, int):
+        if pattern != 1:
+            yield (
+                f"model.moe_layer_freq is {pattern}: layers that alternate between experts and an "
+                "MLP are not available in this version; set it to 1, or to a list of a 0 or 1 for "
+                "each layer with the zeros first"
+            )
+        return
+    if len(pattern) != model.num_layers or set(pattern) - {0, 1}:
+        yield (
+            f"model.moe_layer_freq has {len(pattern)} entries {sorted(set(pattern))} for "
+            f"{model.num_layers} layers: give a 0 (dense) or 1 (experts) for each layer"
+        )
+    elif pattern != sorted(pattern) or not any(pattern):
+        yield (
+            "model.moe_layer_freq has a dense layer after one with experts, or no layer with "
+            "experts; layers of both kinds can run in this version when the dense ones come first: "
+            f"set it to {[0] * pattern.count(0) + [1] * max(pattern.count(1), 1)}"
+        )
+
+
+def _dense_layers_are_on_one_stage(config: Config, axes: Mapping[str, int]) -> Iterator[str]:
+    if config.model.num_dense_layers and axes["pipeline"] > 1:
+        yield (
+            f"model.moe_layer_freq makes the first {config.model.num_dense_layers} layers dense, "
+            "and a pipeline cuts layers of one kind in this version: set parallel.pipeline to 1, "
+            "or model.moe_layer_freq to 1"
+        )
+
+
+def _latent_attention_keys_agree(config: Config) -> Iterator[str]:
+    model = config.model
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    if not model.multi_latent_attention:
+        for name in names:
+            if getattr(model, name) != _default(name):
+                yield (
+                    f"model.{name} is for multi-head latent attention, but "
+                    "model.multi_latent_attention is false: set that to true, or leave "
+                    f"model.{name} out"
+                )
+        return
+    for name in ("num_query_groups", "kv_channels", "qk_layernorm", "add_bias_linear"):
+        if getattr(model, name):
+            yield (
+                f"model.{name} is {_shown(getattr(model, name))}, but latent attention does not "
+                f"use it (its latents are always normalised, and heads have keys of their own): "
+                f"set it to {_shown(_default(name))}"
+            )
+    if model.add_qkv_bias or model.rotary_percent != 1:
+        yield (
+            "model.add_qkv_bias and model.rotary_percent do not exist in latent attention: leave "
+            "them out (model.qk_pos_emb_head_dim says how many channels are rotated)"
+        )
+    if model.position_embedding_type != "rope":
+        yield (
+            f"model.position_embedding_type is {model.position_embedding_type}, but latent "
+            "attention rotates a part of its channels: set it to rope"
+        )
+    if model.v_head_dim > model.head_dim:
+        yield (
+            f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim "
+            f"{model.qk_head_dim} + model.qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}: set it "
+            f"to {model.head_dim} or less"
+        )
+
+
+def _products_are_in_bf16(config: Config) -> Iterator[str]:
+    fp8, model = config.precision.fp8, config.model
+    if fp8 is None:
+        return
+    for name, present in (
+        ("num_experts", model.num_experts is not None),
+        ("multi_latent_attention", model.multi_latent_attention),
+    ):
+        if present:
+            yield (
+                f"precision.fp8 is {fp8}, but products of model.{name} have no FP8 form in this "
+                "version: set precision.fp8 to null"
+            )
+
+
+def _experts_have_no_biases(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.num_experts is not None and model.add_bias_linear:
+        yield (
+            "model.add_bias_linear is true, but experts have no biases: set it to false "
+            "(model.add_qkv_bias gives attention its own)"
+        )
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        yield (
+            "model.moe_shared_expert_gate is true but there is no shared expert: set "
+            "model.moe_shared_expert_intermediate_size, or the gate to false"
+        )
+
+
+def _experts_split(config: Config, axes: Mapping[str, int]) -> Iterator[str]:
+    model = config.model
+    if model.num_experts is None:
+        if axes["expert"] > 1:
+            yield (
+                f"parallel.expert is {axes['expert']}, but model.num_experts is null: set "
+                "parallel.expert to 1 (parallel.fsdp or parallel.data split the batch)"
+            )
+        return
+    try:
+        rules = make_rules(config.parallel.rules, axes)
+    except ConfigError:
+        return  # reported with the rules
+    for what, dimension, size in (
+        ("num_experts", "experts", model.num_experts),
+        ("moe_ffn_hidden_size", "expert_mlp", model.expert_ffn),
+        (
+            "moe_shared_expert_intermediate_size",
+            "mlp",
+            model.moe_shared_expert_intermediate_size or rules.size("mlp"),
+        ),
+    ):
+        parts = rules.size(dimension)
+        if size % parts:
+            over = " × ".join(f"parallel.{a} {axes[a]}" for a in rules.axes(dimension))
+            yield (
+                f"model.{what} {size} is not a multiple of {over} = {parts}: choose sizes of these "
+                f"axes whose product divides {size}, or change parallel.rules.{dimension}"
+            )
+    shared = set(rules.axes("experts")) & set(rules.axes("expert_mlp"))
+    if shared:
+        axis = sorted(shared)[0]
+        yield (
+            f"parallel.rules.experts and parallel.rules.expert_mlp both use {axis}: set "
+            "parallel.rules.expert_mlp to null"
+        )
+    parts = axes["context"] * axes["tensor"]
+    if not rules.axes("expert_mlp") and config.data.seq_length % parts:
+        yield (
+            f"data.seq_length {config.data.seq_length} is not a multiple of parallel.context "
+            f"{axes['context']} × parallel.tensor {axes['tensor']}, which share the tokens of an "
+            "MoE layer when parallel.rules.expert_mlp is null: change one of them"
+        )
+
+
+def _default(name: str) -> object:
+    return next(f.default for f in dataclasses.fields(ModelConfig) if f.name == name)
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value).lower()
+
+
+MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _keys_have_experts,
+    _choices_fit_experts,
+    _router_keys_agree,
+    _experts_have_no_biases,
+    _dense_layers_come_first,
+    _latent_attention_keys_agree,
+    _products_are_in_bf16,
+)
+
+MOE_LAYOUT_CHECKS: tuple[Callable[[Config, Mapping[str, int]], Iterator[str]], ...] = (
+    _experts_split,
+    _dense_layers_are_on_one_stage,
+)

@@ -1,0 +1,56 @@
+"""Matrix products of experts: several kernels, and the rule that chooses between them."""
+
+import logging
+from functools import cache
+
+from jaxtron.errors import ConfigError
+from jaxtron.kernels.grouped_matmul_bucketed import BucketedGroupedMatmul
+from jaxtron.kernels.grouped_matmul_mosaic import MosaicGroupedMatmul
+from jaxtron.kernels.grouped_matmul_padded import PaddedGroupedMatmul
+from jaxtron.kernels.grouped_matmul_spec import GroupedMatmul, GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_xla import XlaGroupedMatmul
+
+logger = logging.getLogger(__name__)
+
+GROUPED_MATMULS: dict[str, GroupedMatmul] = {
+    backend.name: backend
+    for backend in (
+        PaddedGroupedMatmul(),
+        XlaGroupedMatmul(),
+        BucketedGroupedMatmul(),
+        MosaicGroupedMatmul(),
+    )
+}
+"""Backends by name, in the order in which ``auto`` tries them."""
+
+
+def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> GroupedMatmul:
+    """Pick the kernel for ``spec`` and log the choice, with the reasons of those that refused.
+
+    Args:
+        name: ``model.moe_grouped_gemm_backend``: ``auto`` takes the first that supports ``spec``.
+        spec: what will be computed.
+        platform: ``cpu`` or ``gpu``.
+
+    Raises:
+        ConfigError: a backend asked for by name refuses.
+    """
+    refusals: list[str] = []
+    for backend in GROUPED_MATMULS.values() if name == "auto" else (GROUPED_MATMULS[name],):
+        reason = backend.supports(spec, platform)
+        if reason is None:
+            chosen = "auto" if name == "auto" else "asked for"
+            _log_once("; ".join([f"grouped matmul: {backend.name} ({chosen})", *refusals]))
+            if isinstance(backend, BucketedGroupedMatmul):
+                return backend.fitted(spec)
+            return backend
+        refusals.append(f"{backend.name} refused: {reason}")
+    raise ConfigError(
+        f"model.moe_grouped_gemm_backend={name} cannot be used: {'; '.join(refusals)}; set "
+        "model.moe_grouped_gemm_backend to auto"
+    )
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)

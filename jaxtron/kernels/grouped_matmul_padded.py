@@ -1,0 +1,30 @@
+"""Grouped matrix products as one batched product over groups of equal size."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+
+
+class PaddedGroupedMatmul:
+    """Every expert multiplies as many rows as its capacity, used or not.
+
+    The rows lie with that stride already, so nothing is moved: cuBLAS's batched product.
+    """
+
+    name = "padded"
+    strided = True
+
+    def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
+        """Anything with a limit on the rows of an expert."""
+        if spec.most is None:
+            return (
+                "without a capacity (model.moe_expert_capacity_factor is null) every expert would "
+                f"multiply all {spec.rows} rows"
+            )
+        return None
+
+    def __call__(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        """See :class:`GroupedMatmul`."""
+        groups = rows.reshape(weights.shape[0], -1, rows.shape[-1])
+        return jnp.einsum("gmk,gkn->gmn", groups, weights).reshape(-1, weights.shape[-1])

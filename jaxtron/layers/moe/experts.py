@@ -1,0 +1,87 @@
+"""The experts: many MLPs of one shape, applied to rows grouped by expert."""
+
+import functools
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtron.kernels.grouped_matmul_spec import GroupedMatmul
+from jaxtron.layers.mlp import ACTIVATIONS
+from jaxtron.layers.parameter import normal
+from jaxtron.models.config import ModelConfig
+
+
+class Experts(nnx.Module):
+    """Weights of all experts; a device holds those of its ``expert`` shard.
+
+    ``up`` is ``[experts, embed, gate and up, expert_mlp]``, ``down [experts, expert_mlp, embed]``.
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, output_std: float) -> None:
+        self.config = config
+        assert config.num_experts is not None
+        experts, embed, inner = config.num_experts, config.hidden_size, config.expert_ffn
+        parts = 1 + config.gated
+        self.up = normal(
+            rngs,
+            (experts, embed, parts, inner),
+            ("experts", "embed", None, "expert_mlp"),
+            config.init_method_std,
+        )
+        self.down = normal(
+            rngs, (experts, inner, embed), ("experts", "expert_mlp", "embed"), output_std
+        )
+
+    @property
+    def split(self) -> bool:
+        """Whether this device holds a part of the inner width."""
+        return self.up.shape[-1] < self.config.expert_ffn
+
+    def __call__(
+        self, rows: jax.Array, sizes: jax.Array, grouped_matmul: GroupedMatmul
+    ) -> jax.Array:
+        """Apply expert e to its ``sizes[e]`` rows.
+
+        Args:
+            rows: ``[M, h]``, grouped by expert.
+            sizes: int32 ``[local experts]``.
+            grouped_matmul: the kernel, which knows how the groups lie.
+
+        Returns:
+            ``[M, h]``; partial sums over ``tensor`` where the inner width is split.
+        """
+        up = self.up.get_value()
+        u = _product(rows, up, sizes, grouped_matmul)
+        u = checkpoint_name(u, "mlp_up").reshape(rows.shape[0], *up.shape[2:])
+        act = ACTIVATIONS[self.config.activation]
+        u = act(u[:, 0]) * u[:, 1] if self.config.gated else act(u[:, 0])
+        u = checkpoint_name(u, "mlp_act")
+        return _product(u, self.down.get_value(), sizes, grouped_matmul)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(
+    rows: jax.Array, weight: jax.Array, sizes: jax.Array, kernel: GroupedMatmul
+) -> jax.Array:
+    """Rows times their expert's ``weight [experts, K, ...]``, output dimensions in one.
+
+    The backward pass keeps the weight as it came: the pipeline executor knows weights among a
+    microbatch's residuals by identity, and would keep a reshaped one for every microbatch.
+    """
+    return kernel(rows, weight.reshape(*weight.shape[:2], -1), sizes)
+
+
+def _forward(rows: jax.Array, weight: jax.Array, sizes: jax.Array, kernel: GroupedMatmul) -> Any:
+    return _product(rows, weight, sizes, kernel), (rows, weight, sizes)
+
+
+def _backward(kernel: GroupedMatmul, residuals: Any, g: jax.Array) -> Any:
+    rows, weight, sizes = residuals
+    # both products are linear in what they are differentiated by: the forward one is not run again
+    _, vjp = jax.vjp(lambda r, w: kernel(r, w.reshape(*w.shape[:2], -1), sizes), rows, weight)
+    return *vjp(g), None
+
+
+_product.defvjp(_forward, _backward)

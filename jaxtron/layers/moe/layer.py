@@ -1,0 +1,120 @@
+"""The mixture-of-experts block, in the place of a layer's MLP."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtron.kernels.grouped_matmul import choose_grouped_matmul
+from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+from jaxtron.layers.inputs import LayerInputs, LayerNumber
+from jaxtron.layers.mlp import MLP
+from jaxtron.layers.moe.capacity import expert_capacity
+from jaxtron.layers.moe.dispatch import Dispatcher, DispatchPlan, dispatch_local
+from jaxtron.layers.moe.dispatch_allgather import dispatch_allgather
+from jaxtron.layers.moe.dispatch_alltoall import dispatch_alltoall
+from jaxtron.layers.moe.experts import Experts
+from jaxtron.layers.moe.router import Router
+from jaxtron.layers.moe.tokens import Tokens
+from jaxtron.layers.parameter import normal
+from jaxtron.models.config import ModelConfig
+
+DISPATCHERS: dict[str, Dispatcher] = {
+    "allgather": dispatch_allgather,
+    "alltoall": dispatch_alltoall,
+}
+"""Dispatchers by name, as ``model.moe_token_dispatcher_type`` spells them."""
+
+
+class MoE(nnx.Module):
+    """``y = sum_j weight_j expert_j(x) [+ shared(x)]`` over the experts that the router chose."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, output_std: float) -> None:
+        self.config = config
+        self.router = Router(config, rngs)
+        self.experts = Experts(config, rngs, output_std)
+        shared = config.moe_shared_expert_intermediate_size
+        if shared is not None:
+            self.shared = MLP(config, rngs, output_std, shared)
+            if config.moe_shared_expert_gate:
+                self.shared_gate = normal(
+                    rngs, (config.hidden_size,), ("embed",), config.init_method_std
+                )
+
+    def __call__(
+        self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream.
+
+        Returns:
+            the update; this device's piece of the auxiliary losses (fp32 scalar); and its piece of
+            the load, int32 ``[experts]``: pieces add up to how many live tokens chose each expert.
+        """
+        region = inputs.region
+        tokens = Tokens(region, whole=self.experts.split)
+        t = tokens.enter(x)
+        routing = self.router(t, tokens, inputs, layer)
+        y = self._apply_experts(t, routing.experts, routing.weights, inputs, tokens)
+        y = tokens.leave(y)
+        if self.config.moe_shared_expert_intermediate_size is not None:
+            y = y + self._shared(x, inputs)
+        load = routing.counts
+        if tokens.copies > 1:  # counted by the first of those that route the same tokens
+            load = jnp.where(region.index("tensor") == 0, load, 0)
+        return y, routing.piece, load
+
+    def _shared(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        y = self.shared(x, inputs)
+        if not self.config.moe_shared_expert_gate:
+            return y
+        gate = jnp.einsum("bsh,h->bs", x.astype(jnp.float32), self.shared_gate[...])
+        return (y * jax.nn.sigmoid(gate)[..., None]).astype(y.dtype)
+
+    def _apply_experts(
+        self,
+        x: jax.Array,
+        experts: jax.Array,
+        weights: jax.Array,
+        inputs: LayerInputs,
+        tokens: Tokens,
+    ) -> jax.Array:
+        """Experts' weighted outputs for ``x [b, t, h]``."""
+        config, moe = self.config, inputs.moe
+        assert moe is not None and config.num_experts is not None
+        rows, length, hidden = x.shape
+        topk = config.moe_router_topk
+        most = None
+        if config.moe_expert_capacity_factor is not None:
+            parts = 1
+            for axis in tokens.region.live(tokens.row_axes):
+                parts *= tokens.region.sizes[axis]
+            capacity = expert_capacity(
+                length * parts, topk, config.num_experts, config.moe_expert_capacity_factor
+            )
+            most = rows * min(capacity, length)
+        axes = tokens.region.live(moe.expert_axes)
+        plan = DispatchPlan(tokens.region, axes, config.num_experts, most, strided=False)
+        slots, _ = plan.slots(rows * length, topk)
+        kernel = choose_grouped_matmul(
+            config.moe_grouped_gemm_backend,
+            GroupedMatmulSpec(
+                rows=slots,
+                experts=plan.local_experts,
+                inner=hidden,
+                outer=self.experts.up.shape[-1],
+                dtype=jnp.dtype(x.dtype),
+                expected=-(-rows * length * topk * plan.group // config.num_experts),
+                most=None if most is None else most * plan.group,
+            ),
+            moe.platform,
+        )
+        if kernel.strided:
+            plan = DispatchPlan(tokens.region, axes, config.num_experts, most, strided=True)
+        dispatch = DISPATCHERS[config.moe_token_dispatcher_type] if axes else dispatch_local
+        y = dispatch(
+            x.reshape(-1, hidden),
+            experts.reshape(-1, topk),
+            weights.reshape(-1, topk),
+            lambda rows, sizes: self.experts(rows, sizes, kernel),
+            plan,
+        )
+        return y.reshape(x.shape)

@@ -1,0 +1,143 @@
+"""Moving rows to slots and back, by gathers alone in both directions of differentiation.
+
+A permutation places some of N x k entries (entry ``n k + j`` is choice j of token n) on M slots.
+``source [M]`` is the entry of a slot (N k: none) and ``slots [N, k]`` the slot of an entry (M:
+none), so that a gather's transpose is a gather too, and no sum depends on an order of execution.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Permutation(NamedTuple):
+    """Where entries go: int32 ``source [M]`` and ``slots [N, k]``."""
+
+    source: jax.Array
+    slots: jax.Array
+
+
+def inverse_slots(order: jax.Array) -> jax.Array:
+    """The place of every entry in ``order``, a permutation of ``0..len - 1``."""
+    places = jnp.arange(order.shape[0], dtype=jnp.int32)
+    return jnp.zeros_like(places).at[order].set(places, unique_indices=True)
+
+
+def group_by_expert(
+    experts: jax.Array, num_experts: int, slots: int, stride: int | None = None
+) -> tuple[Permutation, jax.Array]:
+    """Place entries on slots, those of an expert side by side in their order.
+
+    Args:
+        experts: int32 ``[N, k]``; ``num_experts`` for an entry that goes nowhere.
+        num_experts: how many experts there are.
+        slots: M, enough for all entries.
+        stride: slots reserved for each expert, enough for any; None: experts follow each other
+            without gaps.
+
+    Returns:
+        the permutation, and int32 ``[num_experts]`` entries of each expert.
+    """
+    flat = experts.reshape(-1)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    ends = jnp.cumsum(sizes)
+    starts = ends - sizes
+    place = inverse_slots(order)  # of each entry among the sorted ones
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    if stride is None:
+        entry_slot, sorted_place = place, slot
+        filled = slot < ends[-1]
+    else:
+        expert = jnp.minimum(flat, num_experts - 1)
+        entry_slot = expert * stride + place - starts[expert]
+        of_slot, within = slot // stride, slot % stride
+        filled = (of_slot < num_experts) & (within < sizes.at[of_slot].get(mode="clip"))
+        sorted_place = starts.at[of_slot].get(mode="clip") + within
+    source = jnp.where(filled, order.at[sorted_place].get(mode="clip"), flat.shape[0])
+    placed = jnp.where(flat < num_experts, entry_slot, slots)
+    return Permutation(source, placed.reshape(experts.shape)), sizes
+
+
+def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of ``x`` by number; zeros for a number past the end."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def _gather_sum(x: jax.Array, slots: jax.Array) -> jax.Array:
+    """``y[n] = sum_j x[slots[n, j]]``, added in fp32 in the order of j."""
+    if slots.shape[1] == 1:
+        return _rows(x, slots[:, 0])
+    return jnp.sum(_rows(x, slots).astype(jnp.float32), axis=1).astype(x.dtype)
+
+
+@jax.custom_vjp
+def place_rows(x: jax.Array, permutation: Permutation) -> jax.Array:
+    """Rows ``[M, h]`` of ``x [N, h]`` on the slots; empty slots are zero."""
+    return _rows(x, _token(permutation))
+
+
+def _token(permutation: Permutation) -> jax.Array:
+    return permutation.source // permutation.slots.shape[1]
+
+
+def _place_forward(x: jax.Array, permutation: Permutation) -> Any:
+    return place_rows(x, permutation), permutation
+
+
+def _place_backward(permutation: Permutation, g: jax.Array) -> Any:
+    return _gather_sum(g, permutation.slots), None
+
+
+place_rows.defvjp(_place_forward, _place_backward)
+
+
+@jax.custom_vjp
+def collect_rows(rows: jax.Array, permutation: Permutation) -> jax.Array:
+    """``[N, h]``: sums over each token's slots of ``rows [M, h]``; the transpose of placing."""
+    return _gather_sum(rows, permutation.slots)
+
+
+def _collect_forward(rows: jax.Array, permutation: Permutation) -> Any:
+    return collect_rows(rows, permutation), permutation
+
+
+def _collect_backward(permutation: Permutation, g: jax.Array) -> Any:
+    return _rows(g, _token(permutation)), None
+
+
+collect_rows.defvjp(_collect_forward, _collect_backward)
+
+
+@jax.custom_vjp
+def combine_rows(rows: jax.Array, weights: jax.Array, permutation: Permutation) -> jax.Array:
+    """Weighted sums ``y[n] = sum_j weights[n, j] rows[slots[n, j]]``, in fp32.
+
+    Args:
+        rows: ``[M, h]``.
+        weights: fp32 ``[N, k]``.
+        permutation: where the entries' rows are; an entry without a slot adds nothing.
+
+    Returns:
+        ``[N, h]`` in the dtype of ``rows``.
+    """
+    each = _rows(rows, permutation.slots)
+    return jnp.einsum("nkh,nk->nh", each.astype(jnp.float32), weights).astype(rows.dtype)
+
+
+def _combine_forward(rows: jax.Array, weights: jax.Array, permutation: Permutation) -> Any:
+    return combine_rows(rows, weights, permutation), (rows, weights, permutation)
+
+
+def _combine_backward(residuals: Any, g: jax.Array) -> Any:
+    rows, weights, permutation = residuals
+    g32 = g.astype(jnp.float32)
+    each = _rows(rows, permutation.slots).astype(jnp.float32)
+    d_weights = jnp.einsum("nkh,nh->nk", each, g32)
+    weight = weights.reshape(-1).at[permutation.source].get(mode="fill", fill_value=0)
+    d_rows = _rows(g32, _token(permutation)) * weight[:, None]
+    return d_rows.astype(rows.dtype), d_weights, None
+
+
+combine_rows.defvjp(_combine_forward, _combine_backward)

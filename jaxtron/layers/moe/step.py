@@ -1,0 +1,69 @@
+"""What a training step adds to a model with experts: weights of its tokens, and what it reports."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtron.layers.moe.expert_bias import BUFFER, update_bias
+from jaxtron.models.config import ModelConfig
+from jaxtron.parallel.region import Region
+
+
+def live_tokens(loss_mask: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
+    """Tokens that a router works for, fp32 ``[..., s]``: 1 where a valid label follows, else 0.
+
+    What stands behind the last valid label of a row, like a row without any, cannot change the
+    loss: it is padding. A prompt that is masked in the loss, but answered, is not.
+
+    Args:
+        loss_mask: ``[..., s]``.
+        positions: ``[s]`` positions in the row.
+        region: the manual region.
+    """
+    last = jnp.max(jnp.where(loss_mask > 0, positions, -1), axis=-1, keepdims=True)
+    return (positions <= region.max(last, ("context",))).astype(jnp.float32)
+
+
+def updated_buffers(buffers: Any, load: jax.Array, config: ModelConfig) -> Any:
+    """The buffers after a step in which experts had the ``load [layers, experts]``."""
+    return {
+        name: update_bias(value, load, config.moe_router_bias_update_rate)
+        if name == BUFFER
+        else updated_buffers(value, load, config)
+        for name, value in buffers.items()
+    }
+
+
+def load_metrics(
+    load: jax.Array, losses: jax.Array, layers: Mapping[int, int], *, per_layer: bool
+) -> dict[str, jax.Array]:
+    """Scalars about the experts' load and the router's losses.
+
+    ``moe_load_max`` and ``moe_load_min`` are loads of the fullest and the emptiest expert relative
+    to the mean of their layer, over all layers; with ``per_layer`` also of each layer
+    (``moe_load_max/layer_0``). ``moe_idle_experts`` counts experts without a token, and
+    ``moe_aux_loss`` is what routers added to the objective.
+
+    Args:
+        load: int32 ``[places, experts]``.
+        losses: fp32 ``[places]``.
+        layers: number of each layer with experts, and its place.
+        per_layer: ``model.moe_per_layer_logging``.
+    """
+    numbers = sorted(layers)
+    counts = load[jnp.array([layers[number] for number in numbers])]
+    relative = counts / jnp.maximum(jnp.mean(counts, axis=1, keepdims=True), 1e-9)
+    most, least = jnp.max(relative, axis=1), jnp.min(relative, axis=1)
+    metrics = {
+        "moe_aux_loss": jnp.sum(losses),
+        "moe_load_max": jnp.max(most),
+        "moe_load_min": jnp.min(least),
+        "moe_idle_experts": jnp.sum(counts == 0),
+    }
+    if per_layer:
+        for i, number in enumerate(numbers):
+            metrics[f"moe_load_max/layer_{number}"] = most[i]
+            metrics[f"moe_load_min/layer_{number}"] = least[i]
+    return metrics

@@ -1,0 +1,156 @@
+"""Mixture-of-experts keys that cannot work are refused with the fix, and the fix works."""
+
+import pytest
+
+from jaxtron.config.load import load_config
+from jaxtron.config.validate import validate
+from jaxtron.errors import ConfigError
+
+EXPERTS = ["model.num_experts=8", "model.moe_ffn_hidden_size=32"]
+SIGMOID = "model.moe_router_score_function=sigmoid"
+
+# (overrides, words of the message, overrides that fix it)
+REFUSED = {
+    "keys_without_experts": (
+        ["model.moe_aux_loss_coeff=0.1"],
+        ["model.moe_aux_loss_coeff is 0.1", "num_experts is null"],
+        ["model.num_experts=4"],
+    ),
+    "expert_axis_without_experts": (
+        ["parallel.expert=2"],
+        ["parallel.expert is 2", "parallel.expert to 1"],
+        ["parallel.expert=1"],
+    ),
+    "more_choices_than_experts": (
+        ["model.num_experts=2", "model.moe_router_topk=3"],
+        ["moe_router_topk 3", "model.num_experts 2"],
+        ["model.moe_router_topk=2"],
+    ),
+    "half_a_group_limit": (
+        [*EXPERTS, "model.moe_router_num_groups=4"],
+        ["moe_router_num_groups is set but model.moe_router_group_topk is null"],
+        ["model.moe_router_group_topk=2"],
+    ),
+    "groups_do_not_fit": (
+        [*EXPERTS, "model.moe_router_num_groups=3", "model.moe_router_group_topk=2"],
+        ["moe_router_num_groups 3", "divide"],
+        ["model.moe_router_num_groups=4"],
+    ),
+    "one_choice_after_softmax": (
+        [*EXPERTS, "model.moe_router_topk=1"],
+        ["moe_router_topk is 1", "moe_router_pre_softmax to true"],
+        ["model.moe_router_pre_softmax=true"],
+    ),
+    "pre_softmax_of_sigmoid": (
+        [*EXPERTS, SIGMOID, "model.moe_router_pre_softmax=true"],
+        ["moe_router_pre_softmax", "sigmoid"],
+        ["model.moe_router_pre_softmax=false"],
+    ),
+    "bias_on_softmax": (
+        [*EXPERTS, "model.moe_router_enable_expert_bias=true"],
+        ["moe_router_enable_expert_bias", "sigmoid"],
+        [SIGMOID],
+    ),
+    "loss_without_a_kind": (
+        [
+            *EXPERTS,
+            "model.moe_router_load_balancing_type=none",
+            "model.moe_aux_loss_coeff=0.1",
+        ],
+        ["moe_aux_loss_coeff is 0.1", "none"],
+        ["model.moe_aux_loss_coeff=0"],
+    ),
+    "scaled_sinkhorn": (
+        [
+            *EXPERTS,
+            "model.moe_router_load_balancing_type=sinkhorn",
+            "model.moe_router_topk_scaling_factor=2.0",
+        ],
+        ["moe_router_topk_scaling_factor", "sinkhorn"],
+        ["model.moe_router_topk_scaling_factor=null"],
+    ),
+    "policy_without_capacity": (
+        [*EXPERTS, "model.moe_token_drop_policy=position"],
+        ["moe_token_drop_policy is position", "moe_expert_capacity_factor"],
+        ["model.moe_expert_capacity_factor=1.0"],
+    ),
+    "biases_in_experts": (
+        [*EXPERTS, "model.add_bias_linear=true"],
+        ["add_bias_linear", "experts have no biases"],
+        ["model.add_bias_linear=false"],
+    ),
+    "gate_without_shared_expert": (
+        [*EXPERTS, "model.moe_shared_expert_gate=true"],
+        ["moe_shared_expert_gate", "no shared expert"],
+        ["model.moe_shared_expert_intermediate_size=32"],
+    ),
+    "experts_do_not_split": (
+        ["model.num_experts=6", "parallel.expert=4"],
+        ["model.num_experts 6", "parallel.expert 4"],
+        ["parallel.expert=2"],
+    ),
+    "expert_ffn_does_not_split": (
+        ["model.num_experts=4", "model.moe_ffn_hidden_size=6", "parallel.tensor=4"],
+        ["moe_ffn_hidden_size 6", "parallel.tensor 4"],
+        ["parallel.tensor=2"],
+    ),
+    "alternating_layers": (
+        [*EXPERTS, "model.moe_layer_freq=2"],
+        ["moe_layer_freq is 2"],
+        ["model.moe_layer_freq=[0, 0, 1, 1]"],
+    ),
+    "dense_layer_after_experts": (
+        [*EXPERTS, "model.moe_layer_freq=[0, 1, 0, 1]"],
+        ["dense layer after", "[0, 0, 1, 1]"],
+        ["model.moe_layer_freq=[0, 0, 1, 1]"],
+    ),
+    "pattern_of_another_length": (
+        [*EXPERTS, "model.moe_layer_freq=[0, 1]"],
+        ["2 entries", "4 layers"],
+        ["model.moe_layer_freq=[0, 1, 1, 1]"],
+    ),
+    "dense_layers_in_a_pipeline": (
+        [*EXPERTS, "model.moe_layer_freq=[0, 1, 1, 1]", "parallel.pipeline=2"],
+        ["first 1 layers dense", "parallel.pipeline to 1"],
+        ["parallel.pipeline=1"],
+    ),
+    "latent_keys_without_latent_attention": (
+        ["model.kv_lora_rank=64"],
+        ["model.kv_lora_rank", "multi_latent_attention to true|set that to true"],
+        ["model.multi_latent_attention=true", "model.num_query_groups=null"],
+    ),
+    "groups_of_latent_attention": (
+        ["model.multi_latent_attention=true", "model.num_query_groups=2"],
+        ["model.num_query_groups is 2"],
+        ["model.num_query_groups=null"],
+    ),
+    "values_wider_than_keys": (
+        [
+            "model.multi_latent_attention=true",
+            "model.num_query_groups=null",
+            "model.v_head_dim=256",
+        ],
+        ["v_head_dim 256", "192"],
+        ["model.v_head_dim=192"],
+    ),
+    "fp8_experts": (
+        [*EXPERTS, "precision.fp8=current"],
+        ["precision.fp8 is current", "num_experts"],
+        ["precision.fp8=null"],
+    ),
+    "one_axis_twice": (
+        [*EXPERTS, "parallel.tensor=2", "parallel.rules={experts: [expert, tensor]}"],
+        ["rules.experts and parallel.rules.expert_mlp both use tensor"],
+        ["parallel.rules={experts: [expert, tensor], expert_mlp: null}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_a_fix_that_works(name: str) -> None:
+    overrides, words, fix = REFUSED[name]
+    with pytest.raises(ConfigError) as error:
+        validate(load_config({"preset": "tiny"}, overrides), 8)
+    for word in words:
+        assert any(choice in str(error.value) for choice in word.split("|"))
+    validate(load_config({"preset": "tiny"}, [*overrides, *fix]), 8)

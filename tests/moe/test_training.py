@@ -1,0 +1,120 @@
+"""What training does to a model with experts: buffers, balance, metrics, evaluation, restart."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtron.checkpoint.checkpointer import Checkpointer
+from jaxtron.checkpoint.config import CheckpointConfig
+from jaxtron.program import Program
+from jaxtron.resume import with_fresh_optimizer
+from tests.moe.arms import BIAS, T_MOE
+from tests.parity.harness import assert_close_leaves, make_batch, make_config, rows_of
+
+
+def program_of(
+    model: dict[str, Any], parallel: dict[str, Any] | None = None, **raw: Any
+) -> Program:
+    devices = 1
+    for size in (parallel or {}).values():
+        devices *= size
+    config = make_config(model={**T_MOE, **model}, parallel=parallel, **raw)
+    return Program(config, jax.devices()[:devices])
+
+
+@functools.lru_cache
+def biased() -> Program:
+    return program_of(BIAS)
+
+
+def bias_of(state: Any) -> np.ndarray:
+    return np.asarray(state["params"]["layers"]["moe"]["router"]["expert_bias"])
+
+
+def test_the_bias_is_in_the_state_and_the_optimizer_does_not_know_it() -> None:
+    state = jax.eval_shape(program_of(BIAS, optimizer={"name": "adamw"})._init_state, 0)
+    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert [n for n in names if "expert_bias" in n] == [
+        "['params']['layers']['moe']['router']['expert_bias']"
+    ]
+
+
+def test_the_bias_follows_the_loads_of_the_step() -> None:
+    program = biased()
+    state = program.init_state()
+    rows = make_batch(program.config)
+    batch = rows_of(program, rows)
+    load = np.asarray(program._with_report(state["params"], batch, 0, 1.0)[3]["load"])
+    assert load.dtype == np.int32
+    # a token is live when a valid label stands at its place or behind it
+    live = np.maximum.accumulate(rows["loss_mask"][:, ::-1], axis=1).sum()
+    assert load.sum(axis=1).tolist() == [2 * live] * 2
+    before = bias_of(state)
+    state, _ = program.train_step(state, batch)
+    expected = before + 0.05 * np.sign(load.mean(axis=1, keepdims=True) - load)
+    np.testing.assert_allclose(bias_of(state), expected, atol=1e-7)
+
+
+def test_the_bias_balances_the_load() -> None:
+    program = program_of(BIAS | {"moe_router_bias_update_rate": 0.01})
+    state = program.init_state()
+    batch = rows_of(program, make_batch(program.config, ragged=False))
+    excess = []
+    for _ in range(40):
+        state, metrics = program.train_step(state, batch)
+        excess.append(float(metrics["moe_load_max"]) - 1)
+    assert np.mean(excess[-5:]) < excess[0] / 2, excess
+
+
+def test_per_layer_loads_are_logged_on_request() -> None:
+    program = program_of({"moe_per_layer_logging": True})
+    state = program.init_state()
+    _, metrics = program.train_step(state, rows_of(program, make_batch(program.config)))
+    layers = [float(metrics[f"moe_load_max/layer_{i}"]) for i in range(2)]
+    assert max(layers) == float(metrics["moe_load_max"])
+    assert min(layers) >= 1
+
+
+@pytest.mark.parametrize("target", [{"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)
+def test_a_checkpoint_resumes_on_another_mesh(tmp_path: Any, target: dict[str, int]) -> None:
+    source = biased()
+    state = source.init_state()
+    state, _ = source.train_step(state, rows_of(source, make_batch(source.config)))
+    config = CheckpointConfig(dir=str(tmp_path), interval=1)
+    with Checkpointer(config) as checkpointer:
+        checkpointer.save(1, state, {})
+        checkpointer.wait()
+        other = program_of(BIAS, target)
+        restored, _ = checkpointer.restore(1, other.abstract_state())
+    restored = other.from_logical(restored)
+    weights_only = {"params": jax.tree.map(jnp.copy, restored["params"])}
+    fresh = with_fresh_optimizer(other, weights_only)
+    assert jax.tree.structure(fresh["opt_state"]) == jax.tree.structure(state["opt_state"])
+    for a, b in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_evaluation_does_not_jitter_and_counts_valid_tokens() -> None:
+    jittered = program_of({"moe_input_jitter_eps": 0.5})
+    plain = program_of({})
+    state = plain.init_state()
+    batch = rows_of(plain, make_batch(plain.config, ragged=False))
+    a = jittered.eval_step(state["params"], batch)
+    b = plain.eval_step(state["params"], batch)
+    np.testing.assert_array_equal(np.asarray(a[0]), np.asarray(b[0]))
+    assert int(a[1]) == 32 * 16
+
+
+def test_router_losses_carry_the_loss_scale() -> None:
+    program = program_of({"moe_aux_loss_coeff": 1.0})
+    params = program.init_state()["params"]
+    batch = rows_of(program, make_batch(program.config))
+    plain = jax.jit(program.loss_and_gradients)(params, batch)[2]
+    scaled = jax.jit(lambda p, b, s: program.loss_and_gradients(p, b, 0, s))(params, batch, 512.0)[
+        2
+    ]
+    assert_close_leaves(scaled, plain, 2e-5, "gradient")

@@ -1,0 +1,80 @@
+"""Training with experts on a mesh equals one device: loss, gradients, norms, loads, next state."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.moe.arms import (
+    BIAS,
+    CAPACITIES,
+    DISPATCHERS,
+    LARGE,
+    LATENT,
+    WHOLE_EXPERTS,
+    check_arm,
+    devices_of,
+    product,
+)
+
+ALLGATHER, CAPACITY = DISPATCHERS["allgather"], CAPACITIES["capacity"]
+
+DEFAULT: dict[str, dict[str, Any]] = {
+    "expert8": {"parallel": {"expert": 8}, "model": CAPACITY},
+    "expert2-zero3": {
+        "parallel": {"expert": 2, "fsdp": 2, "data_sharding": "optim_grads_params"},
+        "model": ALLGATHER | CAPACITY,
+    },
+    "expert2-data2-tensor2": {"parallel": {"expert": 2, "data": 2, "tensor": 2}, "model": BIAS},
+    "expert2-fsdp2-tensor2-whole-experts": {
+        "parallel": {
+            "expert": 2,
+            "fsdp": 2,
+            "tensor": 2,
+            "data_sharding": "optim_grads",
+            "rules": WHOLE_EXPERTS,
+        },
+        "model": CAPACITY,
+    },
+    "expert2-pipeline2": {"parallel": {"expert": 2, "pipeline": 2}, "model": BIAS | ALLGATHER},
+    "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY},
+    "latent-expert2-fsdp2-tensor2-zero3": {
+        "parallel": {"expert": 2, "fsdp": 2, "tensor": 2, "data_sharding": "optim_grads_params"},
+        "model": LATENT,
+    },
+}
+
+
+@pytest.mark.parametrize("arm", DEFAULT)
+def test_mesh_equals_one_device(arm: str) -> None:
+    check_arm(**DEFAULT[arm])
+
+
+def _in_a_process(arm: str, devices: int) -> None:
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    subprocess.run(
+        [sys.executable, "-m", "tests.moe.arms", arm],
+        env={**os.environ, "XLA_FLAGS": flags},
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=900,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", product())
+def test_full_product_equals_one_device(arm: str) -> None:
+    devices = devices_of(product()[arm]["parallel"])
+    if devices <= 8:
+        check_arm(**product()[arm])
+    else:
+        _in_a_process(arm, devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", LARGE)
+def test_four_axes_at_once(arm: str) -> None:
+    _in_a_process(arm, 16)
