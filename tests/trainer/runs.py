@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxtron.checkpoint.meta import read_meta
 from jaxtron.config.config import Config
 from jaxtron.config.load import load_config
 from jaxtron.data.indexed import IndexedDatasetWriter
+from jaxtron.mesh.axes import AXES
 from jaxtron.program import Program
 from jaxtron.trainer import Result, Trainer
 
@@ -82,7 +84,8 @@ _programs: dict[str, Program] = {}
 def make_trainer(config: Config) -> Trainer:
     """A trainer on as many devices as its mesh has; equal programs are compiled once."""
     parallel = config.parallel
-    trainer = Trainer(config, jax.devices()[: parallel.data * parallel.fsdp * parallel.tensor])
+    sizes = (getattr(parallel, axis) for axis in AXES)
+    trainer = Trainer(config, jax.devices()[: math.prod(sizes)])
     train = dataclasses.replace(config.train, exit_interval=None, exit_duration_min=None)
     if config.optimizer.lr_decay_steps is not None:  # the learning rate does not depend on them
         train = dataclasses.replace(train, steps=0)
