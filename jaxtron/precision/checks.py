@@ -62,11 +62,12 @@ def check_recipe(
             "layers differ, but train.layer_loop is scan, which runs one program for all: set "
             "train.layer_loop to unroll or auto"
         )
-    if axes.get("pipeline", 1) > 1:
+    if has_layer_exceptions(config) and axes.get("pipeline", 1) > 1:
         yield (
-            f"precision.fp8 is {config.fp8} and parallel.pipeline is {axes['pipeline']}: FP8 is "
-            "not available on a pipeline in this version: set precision.fp8 to null, or "
-            "parallel.pipeline to 1"
+            "precision.first_last_layers_bf16 and precision.fp8_exceptions of single layers make "
+            f"layers differ, but parallel.pipeline is {axes['pipeline']}, and all stages run one "
+            "program: set first_last_layers_bf16 to false and give exceptions for all layers "
+            "('*/mlp/down'), or parallel.pipeline to 1"
         )
 
 

@@ -42,6 +42,7 @@ def on_one_device(scope: str, microbatches: int) -> tuple[float, Any]:
 def gradients(p: Program) -> tuple[float, Any]:
     params = initial_state(p)["params"]
     loss, _, grads = jax.jit(p.loss_and_gradients)(params, rows_of(p, make_batch(p.config)))
+    grads = p.to_logical({"params": grads})["params"]
     return float(loss), jax.tree.map(np.asarray, grads)
 
 
@@ -60,6 +61,11 @@ def gradients(p: Program) -> tuple[float, Any]:
         (
             {"data": 2, "fsdp": 2, "data_sharding": "optim_grads"},
             {"num_microbatches": 2, "layer_loop": "unroll", "recompute": "full"},
+        ),
+        ({"pipeline": 2, "tensor": 2}, {"num_microbatches": 2}),
+        (
+            {"pipeline": 2, "fsdp": 2, "data_sharding": "optim_grads"},
+            {"num_microbatches": 2, "layer_loop": "unroll"},
         ),
     ],
 )
@@ -211,6 +217,11 @@ def test_training_steps_run_on_a_mesh_with_replicas_alike() -> None:
             {"fp8_exceptions": ["1/mlp/up"]},
             {"train": {"layer_loop": "scan"}},
             "train.layer_loop to unroll",
+        ),
+        (
+            {"fp8_exceptions": ["1/mlp/up"]},
+            {"parallel": {"pipeline": 2}, "train": {"layer_loop": "unroll"}},
+            "parallel.pipeline is 2, and all stages run one program",
         ),
     ],
 )
