@@ -218,7 +218,7 @@ class Program:
     # -- state ---------------------------------------------------------------------------------
 
     def _init_state(self, seed: jax.Array | int) -> State:
-        params = self.order.place(self.model.init(jax.random.key(seed)))
+        params = self._place({"params": self.model.init(jax.random.key(seed))})["params"]
         zero = jnp.zeros((), jnp.int32)
         state = {
             "params": params,
@@ -252,10 +252,21 @@ class Program:
 
         Layers that do not divide evenly over the stages are split along another dimension.
         """
-        stages, layers = self.sizes["pipeline"], self.order.num_layers
+        shardings = {name: self.state_shardings[name] for name in placed}
+        if self.order.num_layers % self.sizes["pipeline"] == 0:
+            return shardings
+        return self._whole_stacks(placed)
 
-        def logical(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
-            if layers % stages == 0 or not is_stacked(path, leaf, len(self.order.layers)):
+    def _whole_stacks(self, placed: Any) -> Any:
+        """Shardings of a part of the state that leave stacks whole, split along another dimension.
+
+        Layers change their order in such arrays: each device does its part by itself. (Of a split
+        stack XLA's partitioner would gather all; JAX 0.11's fails on it.)
+        """
+        stages = self.sizes["pipeline"]
+
+        def whole(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
+            if not is_stacked(path, leaf, len(self.order.layers)):
                 return sharding
             shape = sharding.shard_shape(leaf.shape)
             entries = [*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec))]
@@ -269,7 +280,7 @@ class Program:
             return NamedSharding(self.mesh, PartitionSpec(*entries))
 
         shardings = {name: self.state_shardings[name] for name in placed}
-        return jax.tree_util.tree_map_with_path(logical, placed, shardings)
+        return jax.tree_util.tree_map_with_path(whole, placed, shardings)
 
     def to_logical(self, state: State) -> State:
         """The state, or some of its entries, with the layers in the model's order.
@@ -279,15 +290,28 @@ class Program:
         """
         if self.order.identity:
             return state
-        shardings = self._logical_shardings(state)
-        return jax.jit(self.order.logical, out_shardings=shardings)(state)
+        whole = self._whole_stacks(state)
+
+        def convert(state: State) -> State:
+            state = jax.tree.map(lax.with_sharding_constraint, state, whole)
+            return jax.tree.map(lax.with_sharding_constraint, self.order.logical(state), whole)
+
+        return jax.jit(convert, out_shardings=self._logical_shardings(state))(state)
 
     def from_logical(self, state: State) -> State:
         """The inverse of :meth:`to_logical`; ``state`` may not be used afterwards."""
         if self.order.identity:
             return state
         shardings = {name: self.state_shardings[name] for name in state}
-        return jax.jit(self.order.place, out_shardings=shardings)(state)
+        return jax.jit(self._place, out_shardings=shardings)(state)
+
+    def _place(self, state: State) -> State:
+        """A part of the state from logical to placed order; traceable."""
+        if self.order.identity:
+            return state
+        whole = self._whole_stacks(jax.eval_shape(self.order.place, state))
+        state = jax.tree.map(lax.with_sharding_constraint, state, whole)
+        return jax.tree.map(lax.with_sharding_constraint, self.order.place(state), whole)
 
     # -- batches -------------------------------------------------------------------------------
 

@@ -191,3 +191,32 @@ def test_empty_slots_stay_zero_under_adamw() -> None:
         name = jax.tree_util.keystr(path)
         assert not leaf[3].any(), name
         assert all(leaf[i].any() for i in range(3)), name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "devices"),
+    [
+        ({"pipeline": 4, "fsdp": 2, "pipeline_layout": "Et|ttt|tt|L"}, 8),
+        (
+            {"pipeline": 2, "tensor": 2, "virtual_pipeline": 3, "pipeline_schedule": "interleaved"},
+            4,
+        ),
+    ],
+    ids=["uneven", "interleaved"],
+)
+def test_initial_weights_do_not_depend_on_the_stages(
+    parallel: dict[str, Any], devices: int
+) -> None:
+    """Bitwise; and there and back between the two orders of the layers nothing changes."""
+    raw: dict[str, Any] = {
+        "model": {"num_layers": 6},
+        "train": {"num_microbatches": 8, "global_batch_size": 16},
+    }
+    one = Program(make_config(**raw), jax.devices()[:1]).init_state()["params"]
+    program = Program(make_config(parallel=parallel, **raw), jax.devices()[:devices])
+    logical = program.to_logical({"params": program.init_state()["params"]})
+    again = program.to_logical(program.from_logical(logical))
+    for params in (logical["params"], again["params"]):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, one
+        )
