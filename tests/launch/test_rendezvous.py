@@ -74,7 +74,8 @@ def test_without_process_0_the_others_say_so():
 
 
 def test_a_second_process_of_the_same_number_is_refused():
-    results = gather(free_port(), [(0, 3, 2), (1, 3, 2), (1, 3, 2, 0.5)])
+    # the others wait longer, so that process 1 is still there when process 0 gives up
+    results = gather(free_port(), [(0, 3, 3), (1, 3, 10), (1, 3, 10, 0.5)])
     assert "missing process ids 2; process 1 on" in results[0][1]
     refused = [message for _, message in results if "refused process 1" in message]
     assert len(refused) == 1 and "number 1 is taken" in refused[0]
