@@ -125,10 +125,6 @@ def _recompute(train: TrainConfig) -> str:
     return train.recompute
 
 
-def _parts(axis: str, size: int, what: str) -> str:
-    return "off" if size == 1 else f"{size} parts of {what}"
-
-
 def _pipeline(inspection: Inspection) -> str:
     parallel, stages = inspection.config.parallel, inspection.sizes["pipeline"]
     if stages == 1:

@@ -59,7 +59,7 @@ def make_fp8_plan(
     recipe = Fp8Recipe(
         forward=E4M3,
         backward=E5M2 if config.fp8_format == "hybrid" else E4M3,
-        backend="xla",
+        backend="xla" if config.fp8_backend == "auto" else config.fp8_backend,
         on_gpu=device.platform != "cpu",
     )
     within = {

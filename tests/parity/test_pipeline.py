@@ -128,6 +128,13 @@ def test_recomputation_and_dropout_inside_stages(train: dict[str, Any]) -> None:
     )
 
 
+def test_a_vocabulary_that_is_not_spread_over_the_stages() -> None:
+    check(
+        {"pipeline": 2, "tensor": 2, "rules": {"vocab": "tensor"}},
+        train={"num_microbatches": 3, "global_batch_size": 6},
+    )
+
+
 def test_packed_documents_with_reset_positions() -> None:
     check(
         {"pipeline": 2, "fsdp": 2},
