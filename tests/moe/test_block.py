@@ -82,7 +82,9 @@ def test_dropped_tokens_have_no_output() -> None:
     dropped = np.all(y == 0, axis=-1)
     live = inputs_of()["token_weights"] > 0
     assert np.any(dropped & live) and not np.any(dropped & ~live & (whole != 0).any(-1))
-    np.testing.assert_allclose(y[~dropped], whole[~dropped], atol=1e-6)
+    # fp32 sums in another order
+    scale = np.abs(whole).max()
+    np.testing.assert_allclose(y[~dropped], whole[~dropped], atol=1e-6 * scale)
 
 
 def one_expert(weights: Any) -> Any:

@@ -16,6 +16,7 @@ The gradient of a unit of work begins with its forward pass's residuals out of a
 nothing is computed twice unless ``train.recompute`` asks for it.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,6 +34,16 @@ from jaxtron.parallel.pipeline.table import head_gradients_wait, programs, tick_
 from jaxtron.precision.fp8_weight import accumulate, trainable, with_trainable
 
 AXIS = "pipeline"
+
+
+def _add_at(start: int, total: jax.Array, part: jax.Array) -> jax.Array:
+    """``total`` with ``part`` added to its rows from ``start`` on.
+
+    No ``.at[...].add``: of a static slice that is a scatter with an empty index array, and Shardy
+    (JAX 0.11) crashes on a manual region that reads one.
+    """
+    after = total.shape[0] - start - part.shape[0]
+    return total + jnp.pad(part, [(start, after)] + [(0, 0)] * (total.ndim - 1))
 
 
 class _Carry(NamedTuple):
@@ -267,7 +278,7 @@ class _Step:
                 y, report, kept = self._linearise(k, x, side, own["f_first"])
                 ring = write(carry.ring, self.stretches[k], kept, own["f_slot"])
                 total = jax.tree.map(
-                    lambda t, r: t.at[start : start + count].add(r), carry.layer_report, report
+                    functools.partial(_add_at, start), carry.layer_report, report
                 )
                 return y, ring, total
 
