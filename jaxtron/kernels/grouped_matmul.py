@@ -17,8 +17,8 @@ GROUPED_MATMULS: dict[str, GroupedMatmul] = {
     for backend in (
         PaddedGroupedMatmul(),
         XlaGroupedMatmul(),
-        BucketedGroupedMatmul(),
         MosaicGroupedMatmul(),
+        BucketedGroupedMatmul(),
     )
 }
 """Backends by name, in the order in which ``auto`` tries them."""

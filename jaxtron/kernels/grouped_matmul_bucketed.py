@@ -26,6 +26,7 @@ class BucketedGroupedMatmul:
 
     name = "bucketed"
     strided = False
+    row_tile = 1
 
     def __init__(self, sizes: tuple[int, ...] = ()) -> None:
         self.sizes = sizes

@@ -14,6 +14,7 @@ class PaddedGroupedMatmul:
 
     name = "padded"
     strided = True
+    row_tile = 1
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """Anything with a limit on the rows of an expert."""

@@ -36,11 +36,14 @@ class GroupedMatmul(Protocol):
     Attributes:
         name: as ``model.moe_grouped_gemm_backend`` spells it.
         strided: whether every group has the same number of slots; otherwise groups follow each
-            other without gaps.
+            other.
+        row_tile: groups that follow each other begin at multiples of this; slots between them are
+            zero.
     """
 
     name: str
     strided: bool
+    row_tile: int
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """None if the kernel computes ``spec`` well on ``platform``, else the reason why not."""
@@ -49,11 +52,12 @@ class GroupedMatmul(Protocol):
         """Multiply.
 
         Args:
-            rows: ``[M, K]``; unused slots are zero.
+            rows: ``[M, K]``; unused slots among the groups are zero, and what is in tiles behind
+                the last group changes nothing.
             weights: ``[groups, K, N]``.
             sizes: int32 ``[groups]``, rows in use of each group.
 
         Returns:
-            ``[M, N]`` in the dtype of ``rows``; unused slots are zero. The gradient of an empty
-            group's weights is exactly zero.
+            ``[M, N]`` in the dtype of ``rows``; unused slots are zero, but those in tiles behind the
+            last group may hold anything. The gradient of an empty group's weights is exactly zero.
         """

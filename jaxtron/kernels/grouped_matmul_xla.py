@@ -11,6 +11,7 @@ class XlaGroupedMatmul:
 
     name = "xla"
     strided = False
+    row_tile = 1
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """Everything, except on GPUs."""

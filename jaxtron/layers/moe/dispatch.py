@@ -34,6 +34,7 @@ class DispatchPlan:
         most: choices that an expert accepts of one device's tokens at most; None: no limit but
             their number (dropless).
         strided: give every expert the same number of slots (needs ``most``).
+        tile: otherwise experts begin at slots that are multiples of this.
     """
 
     region: Region
@@ -41,6 +42,7 @@ class DispatchPlan:
     num_experts: int
     most: int | None
     strided: bool
+    tile: int = 1
 
     @property
     def group(self) -> int:
@@ -66,7 +68,8 @@ class DispatchPlan:
             assert self.most is not None
             stride = self.group * self.most
             return self.local_experts * stride, stride
-        return self.group * self.rows_from_one(tokens, topk), None
+        rows = self.group * self.rows_from_one(tokens, topk)
+        return (rows + self.local_experts * (self.tile - 1)) // self.tile * self.tile, None
 
 
 class Dispatcher(Protocol):
@@ -88,7 +91,7 @@ def dispatch_local(
 ) -> jax.Array:
     """Every device has all experts."""
     slots, stride = plan.slots(*experts.shape)
-    permutation, sizes = group_by_expert(experts, plan.num_experts, slots, stride)
+    permutation, sizes = group_by_expert(experts, plan.num_experts, slots, stride, plan.tile)
     return combine_rows(run(place_rows(x, permutation), sizes), weights, permutation)
 
 

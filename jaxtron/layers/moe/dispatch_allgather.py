@@ -21,6 +21,6 @@ def dispatch_allgather(
     )
     slots, stride = plan.slots(tokens, topk)
     own = own_experts(experts, plan)
-    permutation, sizes = group_by_expert(own, plan.local_experts, slots, stride)
+    permutation, sizes = group_by_expert(own, plan.local_experts, slots, stride, plan.tile)
     y = combine_rows(run(place_rows(x, permutation), sizes), weights, permutation)
     return lax.psum_scatter(y, plan.axes, scatter_dimension=0, tiled=True)

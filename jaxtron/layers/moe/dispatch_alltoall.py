@@ -33,7 +33,7 @@ def dispatch_alltoall(
     number = jax.vmap(lambda e: jnp.searchsorted(e, row, side="right"))(ends)
     slots, stride = plan.slots(*experts.shape)
     arrived, sizes = group_by_expert(
-        number.reshape(-1, 1).astype(jnp.int32), plan.local_experts, slots, stride
+        number.reshape(-1, 1).astype(jnp.int32), plan.local_experts, slots, stride, plan.tile
     )
     out = run(place_rows(sent, arrived), sizes)
     back = _exchange(collect_rows(out, arrived), plan)
@@ -52,7 +52,8 @@ def _by_device(
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     place = inverse_slots(order)
-    counts = jnp.bincount(flat, length=plan.num_experts + 1)[:-1].astype(jnp.int32)
+    numbers = jnp.arange(plan.num_experts, dtype=jnp.int32)
+    counts = jnp.sum(flat[:, None] == numbers, axis=0, dtype=jnp.int32)
     per_device = jnp.sum(counts.reshape(plan.group, -1), axis=1)
     starts = jnp.cumsum(per_device) - per_device
     device = jnp.minimum(flat // plan.local_experts, plan.group - 1)

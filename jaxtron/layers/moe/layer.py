@@ -107,8 +107,9 @@ class MoE(nnx.Module):
             ),
             moe.platform,
         )
-        if kernel.strided:
-            plan = DispatchPlan(tokens.region, axes, config.num_experts, most, strided=True)
+        plan = DispatchPlan(
+            tokens.region, axes, config.num_experts, most, kernel.strided, kernel.row_tile
+        )
         dispatch = DISPATCHERS[config.moe_token_dispatcher_type] if axes else dispatch_local
         y = dispatch(
             x.reshape(-1, hidden),

@@ -23,10 +23,8 @@ def count_choices(experts: jax.Array, live: jax.Array, num_experts: int) -> jax.
         live: bool ``[b, s]``.
         num_experts: how many there are.
     """
-    chosen = jnp.where(live[..., None], experts, num_experts).reshape(experts.shape[0], -1)
-    zeros = jnp.zeros((experts.shape[0], num_experts), jnp.int32)
-    rows = jnp.arange(experts.shape[0])[:, None]
-    return zeros.at[rows, chosen].add(1, mode="drop")
+    chosen = jnp.where(live[..., None], experts, num_experts).reshape(experts.shape[0], -1, 1)
+    return jnp.sum(chosen == jnp.arange(num_experts), axis=1, dtype=jnp.int32)
 
 
 def balancing_loss(

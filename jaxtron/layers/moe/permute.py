@@ -25,7 +25,7 @@ def inverse_slots(order: jax.Array) -> jax.Array:
 
 
 def group_by_expert(
-    experts: jax.Array, num_experts: int, slots: int, stride: int | None = None
+    experts: jax.Array, num_experts: int, slots: int, stride: int | None = None, tile: int = 1
 ) -> tuple[Permutation, jax.Array]:
     """Place entries on slots, those of an expert side by side in their order.
 
@@ -33,29 +33,30 @@ def group_by_expert(
         experts: int32 ``[N, k]``; ``num_experts`` for an entry that goes nowhere.
         num_experts: how many experts there are.
         slots: M, enough for all entries.
-        stride: slots reserved for each expert, enough for any; None: experts follow each other
-            without gaps.
+        stride: slots reserved for each expert, enough for any; None: experts follow each other.
+        tile: without a stride experts begin at multiples of this.
 
     Returns:
         the permutation, and int32 ``[num_experts]`` entries of each expert.
     """
     flat = experts.reshape(-1)
+    numbers = jnp.arange(num_experts, dtype=jnp.int32)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    sizes = jnp.bincount(flat, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    starts = ends - sizes
     place = inverse_slots(order)  # of each entry among the sorted ones
+    sizes = jnp.sum(flat[:, None] == numbers, axis=0, dtype=jnp.int32)
+    starts = jnp.cumsum(sizes) - sizes
+    reserved = (sizes + tile - 1) // tile * tile
+    if stride is not None:
+        reserved = jnp.full_like(sizes, stride)
+    slot_ends = jnp.cumsum(reserved)
+    shift = slot_ends - reserved - starts  # from the place among the sorted to the slot
     slot = jnp.arange(slots, dtype=jnp.int32)
-    if stride is None:
-        entry_slot, sorted_place = place, slot
-        filled = slot < ends[-1]
-    else:
-        expert = jnp.minimum(flat, num_experts - 1)
-        entry_slot = expert * stride + place - starts[expert]
-        of_slot, within = slot // stride, slot % stride
-        filled = (of_slot < num_experts) & (within < sizes.at[of_slot].get(mode="clip"))
-        sorted_place = starts.at[of_slot].get(mode="clip") + within
+    of_slot = jnp.sum(slot[:, None] >= slot_ends, axis=1, dtype=jnp.int32)
+    sorted_place = slot - shift.at[of_slot].get(mode="clip")
+    ends = (starts + sizes).at[of_slot].get(mode="clip")
+    filled = (of_slot < num_experts) & (sorted_place < ends)
     source = jnp.where(filled, order.at[sorted_place].get(mode="clip"), flat.shape[0])
+    entry_slot = place + shift.at[flat].get(mode="clip")
     placed = jnp.where(flat < num_experts, entry_slot, slots)
     return Permutation(source, placed.reshape(experts.shape)), sizes
 
@@ -122,8 +123,8 @@ def combine_rows(rows: jax.Array, weights: jax.Array, permutation: Permutation) 
     Returns:
         ``[N, h]`` in the dtype of ``rows``.
     """
-    each = _rows(rows, permutation.slots)
-    return jnp.einsum("nkh,nk->nh", each.astype(jnp.float32), weights).astype(rows.dtype)
+    each = _rows(rows, permutation.slots).astype(jnp.float32)
+    return jnp.sum(each * weights[..., None], axis=1).astype(rows.dtype)
 
 
 def _combine_forward(rows: jax.Array, weights: jax.Array, permutation: Permutation) -> Any:
@@ -134,7 +135,7 @@ def _combine_backward(residuals: Any, g: jax.Array) -> Any:
     rows, weights, permutation = residuals
     g32 = g.astype(jnp.float32)
     each = _rows(rows, permutation.slots).astype(jnp.float32)
-    d_weights = jnp.einsum("nkh,nh->nk", each, g32)
+    d_weights = jnp.sum(each * g32[:, None, :], axis=2)
     weight = weights.reshape(-1).at[permutation.source].get(mode="fill", fill_value=0)
     d_rows = _rows(g32, _token(permutation)) * weight[:, None]
     return d_rows.astype(rows.dtype), d_weights, None

@@ -1,0 +1,299 @@
+"""Hopper kernels of grouped matrix products over rows in whole tiles (Pallas, Mosaic GPU).
+
+Every group of rows begins at a multiple of :data:`ROW_TILE` and its last tile is filled up with
+zero rows. So each tile belongs to one group, no store needs a mask, and products of the filling are
+zero by themselves. Tiles behind the last group are neither read nor written: work follows the
+routing, not the size of the buffer.
+
+A thread block stays on its multiprocessor and takes one output tile after the other. One warpgroup
+copies operands to shared memory (TMA), two multiply (``wgmma``), each a half of the tile.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+ROW_TILE = 128
+"""Rows of a tile; groups begin at its multiples."""
+COLUMN_TILE = 128
+"""Widths must be multiples of this; tiles are twice as wide where the width allows it."""
+DEPTH = 64  # of a step along the contracted dimension: one swizzled line of bf16
+STAGES = 4  # steps in shared memory at a time
+EPILOGUE = 64  # columns and rows that leave registers at once
+CONSUMERS = 2  # warpgroups that multiply
+BAND = 8  # tiles of rows that are worked on side by side, so that weights stay in the L2 cache
+
+
+def _plgpu() -> Any:
+    from jax.experimental.pallas import mosaic_gpu
+
+    return mosaic_gpu
+
+
+def multiprocessors() -> int:
+    """Multiprocessors of the GPU."""
+    return int(jax.devices()[0].core_count)
+
+
+def tile_groups(sizes: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
+    """Group of every tile of rows, int32 ``[tiles]``, and the number of tiles in use ``[1]``."""
+    ends = jnp.cumsum((sizes + ROW_TILE - 1) // ROW_TILE)
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    group = jnp.sum(tile[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    return jnp.minimum(group, sizes.shape[0] - 1), ends[-1:].astype(jnp.int32)
+
+
+def _column_tile(width: int) -> int:
+    return 2 * COLUMN_TILE if width % (2 * COLUMN_TILE) == 0 else COLUMN_TILE
+
+
+def _in_bands(index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax.Array]:
+    """Row and column of the ``index``-th tile: bands of rows, column by column within a band."""
+    band = index // (BAND * columns)
+    height = jnp.minimum(rows - band * BAND, BAND)
+    within = index - band * (BAND * columns)
+    return band * BAND + lax.rem(within, height), within // height
+
+
+def _transforms(width: int) -> Any:
+    plgpu = _plgpu()
+    swizzle = plgpu.find_swizzle(width * 16)
+    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+
+
+class _Matmul:
+    """One output tile after the other; what both kernels share.
+
+    Args:
+        tile: rows and columns of an output tile.
+        split: dimension of the tile that the two warpgroups share.
+        blocks: shapes of a step's operands.
+        maps: their index maps.
+        multiply: ``(accumulator, a, b, warpgroup)``.
+    """
+
+    def __init__(
+        self,
+        tile: tuple[int, int],
+        split: int,
+        blocks: tuple[tuple[int, int], tuple[int, int]],
+        maps: tuple[Callable[..., Any], Callable[..., Any]],
+        multiply: Callable[..., None],
+    ) -> None:
+        self.tile, self.split, self.blocks, self.maps = tile, split, blocks, maps
+        self.part = tuple(n // CONSUMERS if d == split else n for d, n in enumerate(tile))
+        self.multiply = multiply
+
+    def pipeline(self, steps: Any, body: Any, context: Any) -> Any:
+        plgpu = _plgpu()
+        specs = [
+            plgpu.BlockSpec(
+                block, index, transforms=_transforms(block[1]), memory_space=plgpu.SMEM
+            )
+            for block, index in zip(self.blocks, self.maps, strict=True)
+        ]
+        return plgpu.emit_pipeline_warp_specialized(
+            body,
+            grid=(steps,),
+            memory_registers=40,
+            in_specs=specs,
+            wg_axis="wg",
+            num_compute_wgs=CONSUMERS,
+            max_concurrent_steps=STAGES,
+            compute_context=context,
+        )
+
+    def scope(self, a: Any, b: Any, body: Callable[[Any], None]) -> None:
+        """Run ``body(product)`` with shared memory for ``product(a, b, out, steps)``."""
+        plgpu = _plgpu()
+        nothing = lambda *_, **__: None  # noqa: E731
+        allocations = self.pipeline(STAGES, nothing, nothing).get_allocations(a, b)
+        slots = plgpu.SMEM(
+            (CONSUMERS, 2, EPILOGUE, EPILOGUE), jnp.bfloat16, transforms=_transforms(EPILOGUE)
+        )
+
+        def run(allocations: Any, slots: Any) -> None:
+            body(functools.partial(self.product, allocations, slots))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.run_scoped(run, allocations=allocations, slots=slots, collective_axes="wg")
+
+    def product(self, allocations: Any, slots: Any, a: Any, b: Any, out: Any, steps: Any) -> None:
+        """``out`` (a tile in global memory) from ``steps`` blocks of ``a`` and ``b``."""
+        plgpu = _plgpu()
+        warpgroup = lax.axis_index("wg")
+
+        def context(evaluate: Callable[[Any], Any]) -> None:
+            def accumulated(accumulator: Any) -> None:
+                evaluate(accumulator)
+                self.store(accumulator[...].astype(jnp.bfloat16), slots, out, warpgroup)
+
+            pl.run_scoped(accumulated, plgpu.ACC(self.part, jnp.float32))
+
+        def step(_: Any, a_block: Any, b_block: Any, accumulator: Any) -> Any:
+            self.multiply(accumulator, a_block, b_block, warpgroup)
+            plgpu.wgmma_wait(0)
+            return accumulator
+
+        self.pipeline(steps, step, context)(a, b, allocations=allocations)
+
+    def store(self, values: Any, slots: Any, out: Any, warpgroup: Any) -> None:
+        """Write a warpgroup's part of the tile through two slots of shared memory."""
+        plgpu = _plgpu()
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        first = [warpgroup * n if d == self.split else 0 for d, n in enumerate(self.part)]
+        pieces = [
+            (i, j)
+            for i in range(0, self.part[0], EPILOGUE)
+            for j in range(0, self.part[1], EPILOGUE)
+        ]
+        for number, (i, j) in enumerate(pieces):
+            slot = slots.at[warpgroup, number % 2]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            slot[...] = values[i : i + EPILOGUE, j : j + EPILOGUE]
+            plgpu.commit_smem()
+            where = pl.ds(first[0] + i, EPILOGUE), pl.ds(first[1] + j, EPILOGUE)
+            plgpu.copy_smem_to_gmem(slot, out.at[where])
+
+
+def _kernel(body: Any, shape: Any, blocks: int) -> Any:
+    plgpu = _plgpu()
+    return plgpu.kernel(
+        body,
+        out_type=shape,
+        grid=(blocks,),
+        grid_names=("sm",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+
+
+def _share(total: Any, blocks: int) -> Any:
+    """How many of ``total`` tiles this thread block takes, beginning with its own number."""
+    return (total - lax.axis_index("sm") + blocks - 1) // blocks
+
+
+def rows_times_weights(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool, blocks: int
+) -> jax.Array:
+    """``out[m] = rows[m] @ weights[group of m]``, or with the transposed weight.
+
+    Args:
+        rows: bf16 ``[M, K]``, groups aligned to :data:`ROW_TILE`.
+        weights: bf16 ``[groups, K, N]``; transposed: ``[groups, N, K]``.
+        sizes: int32 ``[groups]``, rows of each group.
+        transposed: see above.
+        blocks: thread blocks, one a multiprocessor.
+
+    Returns:
+        bf16 ``[M, N]``; anything in tiles behind the last group.
+    """
+    plgpu = _plgpu()
+    count, depth = rows.shape
+    width = weights.shape[1] if transposed else weights.shape[2]
+    column_tile = _column_tile(width)
+    columns = width // column_tile
+    half = ROW_TILE // CONSUMERS
+
+    def multiply(accumulator: Any, a: Any, b: Any, warpgroup: Any) -> None:
+        own = a.at[pl.ds(warpgroup * half, half)]
+        plgpu.wgmma(accumulator, own, b.transpose((1, 0)) if transposed else b)
+
+    matmul = _Matmul(
+        tile=(ROW_TILE, column_tile),
+        split=0,
+        blocks=((ROW_TILE, DEPTH), (column_tile, DEPTH) if transposed else (DEPTH, column_tile)),
+        maps=(lambda k: (0, k), (lambda k: (0, k)) if transposed else (lambda k: (k, 0))),
+        multiply=multiply,
+    )
+
+    def body(groups: Any, used: Any, rows: Any, weights: Any, out: Any) -> None:
+        def tiles(product: Any) -> None:
+            in_use = used[0]
+
+            def one(i: jax.Array, _: None) -> None:
+                index = lax.axis_index("sm") + i * blocks
+                row, column = _in_bands(index, in_use, columns)
+                where = pl.ds(row * ROW_TILE, ROW_TILE)
+                across = pl.ds(column * column_tile, column_tile)
+                weight = weights.at[groups[row]]
+                product(
+                    rows.at[where, :],
+                    weight.at[across, :] if transposed else weight.at[:, across],
+                    out.at[where, across],
+                    depth // DEPTH,
+                )
+
+            lax.fori_loop(0, _share(in_use * columns, blocks), one, None)
+
+        matmul.scope(rows, weights.at[0], tiles)
+
+    kernel = _kernel(body, jax.ShapeDtypeStruct((count, width), rows.dtype), blocks)
+    result: jax.Array = kernel(*tile_groups(sizes, count // ROW_TILE), rows, weights)
+    return result
+
+
+def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int) -> jax.Array:
+    """``out[group] = a[rows of group].T @ b[rows of group]``; zero for an empty group.
+
+    Args:
+        a: bf16 ``[M, K]``, groups aligned to :data:`ROW_TILE`, filled up with zero rows.
+        b: bf16 ``[M, N]``.
+        sizes: int32 ``[groups]``, rows of each group.
+        blocks: thread blocks, one a multiprocessor.
+
+    Returns:
+        bf16 ``[groups, K, N]``.
+    """
+    plgpu = _plgpu()
+    width_a, width_b = a.shape[1], b.shape[1]
+    column_tile = _column_tile(width_b)
+    down, columns = width_a // COLUMN_TILE, width_b // column_tile
+    half = column_tile // CONSUMERS
+    groups = sizes.shape[0]
+
+    def multiply(accumulator: Any, a: Any, b: Any, warpgroup: Any) -> None:
+        own = b.at[:, pl.ds(warpgroup * half, half)]
+        plgpu.wgmma(accumulator, a.transpose((1, 0)), own)
+
+    matmul = _Matmul(
+        tile=(COLUMN_TILE, column_tile),
+        split=1,
+        blocks=((DEPTH, COLUMN_TILE), (DEPTH, column_tile)),
+        maps=(lambda k: (k, 0), lambda k: (k, 0)),
+        multiply=multiply,
+    )
+
+    def body(starts: Any, steps: Any, a: Any, b: Any, out: Any) -> None:
+        def tiles(product: Any) -> None:
+            def one(i: jax.Array, _: None) -> None:
+                index = lax.axis_index("sm") + i * blocks
+                group = index // (down * columns)
+                row, column = _in_bands(lax.rem(index, down * columns), down, columns)
+                # only the first `steps` blocks of the slice are read, so it may end behind M
+                rows = pl.ds(pl.multiple_of(starts[group], ROW_TILE), a.shape[0])
+                where = pl.ds(row * COLUMN_TILE, COLUMN_TILE)
+                across = pl.ds(column * column_tile, column_tile)
+                product(
+                    a.at[rows, where],
+                    b.at[rows, across],
+                    out.at[group].at[where, across],
+                    steps[group],
+                )
+
+            lax.fori_loop(0, _share(groups * down * columns, blocks), one, None)
+
+        matmul.scope(a, b, tiles)
+
+    tiles = (sizes + ROW_TILE - 1) // ROW_TILE
+    starts = (jnp.cumsum(tiles) - tiles) * ROW_TILE
+    steps = (sizes + DEPTH - 1) // DEPTH
+    kernel = _kernel(body, jax.ShapeDtypeStruct((groups, width_a, width_b), a.dtype), blocks)
+    result: jax.Array = kernel(starts.astype(jnp.int32), steps.astype(jnp.int32), a, b)
+    return result
