@@ -92,9 +92,7 @@ class _Matmul:
     def pipeline(self, steps: Any, body: Any, context: Any) -> Any:
         plgpu = _plgpu()
         specs = [
-            plgpu.BlockSpec(
-                block, index, transforms=_transforms(block[1]), memory_space=plgpu.SMEM
-            )
+            plgpu.BlockSpec(block, index, transforms=_transforms(block[1]), memory_space=plgpu.SMEM)
             for block, index in zip(self.blocks, self.maps, strict=True)
         ]
         return plgpu.emit_pipeline_warp_specialized(

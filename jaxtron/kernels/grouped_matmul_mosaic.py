@@ -42,9 +42,7 @@ class MosaicGroupedMatmul:
 
 
 def _weighted(rows: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
-    return rows_times_weights(
-        rows, weights, sizes, transposed=transposed, blocks=multiprocessors()
-    )
+    return rows_times_weights(rows, weights, sizes, transposed=transposed, blocks=multiprocessors())
 
 
 @jax.custom_vjp

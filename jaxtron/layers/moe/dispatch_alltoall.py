@@ -64,4 +64,5 @@ def _by_device(
     source = jnp.where(
         within < per_device[:, None], order.at[sorted_place].get(mode="clip"), flat.shape[0]
     )
-    return Permutation(source.reshape(-1), slots.reshape(experts.shape)), counts
+    permutation = Permutation(source.reshape(-1), slots.reshape(experts.shape))
+    return lax.optimization_barrier((permutation, counts))  # computed once, see group_by_expert

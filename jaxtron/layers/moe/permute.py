@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 class Permutation(NamedTuple):
@@ -58,7 +59,8 @@ def group_by_expert(
     source = jnp.where(filled, order.at[sorted_place].get(mode="clip"), flat.shape[0])
     entry_slot = place + shift.at[flat].get(mode="clip")
     placed = jnp.where(flat < num_experts, entry_slot, slots)
-    return Permutation(source, placed.reshape(experts.shape)), sizes
+    # Computed once: XLA would work it out again for every element that it moves.
+    return lax.optimization_barrier((Permutation(source, placed.reshape(experts.shape)), sizes))
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -70,7 +72,8 @@ def _gather_sum(x: jax.Array, slots: jax.Array) -> jax.Array:
     """``y[n] = sum_j x[slots[n, j]]``, added in fp32 in the order of j."""
     if slots.shape[1] == 1:
         return _rows(x, slots[:, 0])
-    return jnp.sum(_rows(x, slots).astype(jnp.float32), axis=1).astype(x.dtype)
+    summed = jnp.sum(_rows(x, slots).astype(jnp.float32), axis=1).astype(x.dtype)
+    return lax.optimization_barrier(summed)  # as in combine_rows
 
 
 @jax.custom_vjp
@@ -124,7 +127,9 @@ def combine_rows(rows: jax.Array, weights: jax.Array, permutation: Permutation) 
         ``[N, h]`` in the dtype of ``rows``.
     """
     each = _rows(rows, permutation.slots).astype(jnp.float32)
-    return jnp.sum(each * weights[..., None], axis=1).astype(rows.dtype)
+    combined = jnp.sum(each * weights[..., None], axis=1).astype(rows.dtype)
+    # Gathered once: XLA would put the gather into each of several kernels that read the result.
+    return lax.optimization_barrier(combined)
 
 
 def _combine_forward(rows: jax.Array, weights: jax.Array, permutation: Permutation) -> Any:

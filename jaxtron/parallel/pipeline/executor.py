@@ -277,9 +277,7 @@ class _Step:
                     return x, carry.ring, carry.layer_report
                 y, report, kept = self._linearise(k, x, side, own["f_first"])
                 ring = write(carry.ring, self.stretches[k], kept, own["f_slot"])
-                total = jax.tree.map(
-                    functools.partial(_add_at, start), carry.layer_report, report
-                )
+                total = jax.tree.map(functools.partial(_add_at, start), carry.layer_report, report)
                 return y, ring, total
 
             return run
