@@ -58,6 +58,7 @@ class GroupedMatmul(Protocol):
             sizes: int32 ``[groups]``, rows in use of each group.
 
         Returns:
-            ``[M, N]`` in the dtype of ``rows``; unused slots are zero, but those in tiles behind the
-            last group may hold anything. The gradient of an empty group's weights is exactly zero.
+            ``[M, N]`` in the dtype of ``rows``; unused slots are zero, but those in tiles behind
+            the last group may hold anything. The gradient of an empty group's weights is exactly
+            zero.
         """
