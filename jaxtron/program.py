@@ -36,8 +36,9 @@ from jaxtron.mesh.rules import make_rules
 from jaxtron.models.decoder import Decoder
 from jaxtron.models.model import Model
 from jaxtron.optim.clip import clip_by_global_norm
-from jaxtron.optim.optimizer import make_optimizer
+from jaxtron.optim.optimizer import ROWS_APART, make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
+from jaxtron.optim.streamed import StreamedUpdate
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.computation import Computation
 from jaxtron.parallel.context.attention import ContextAttention
@@ -168,12 +169,11 @@ class Program:
         plan_length = self.batch_schedule.plan_length(config.train.steps)
         ramp = config.train.rampup_batch_size is not None
         position = self.batch_schedule.full_batches if ramp else None
-        self.optimizer = make_optimizer(
-            config.optimizer,
-            total_steps=plan_length,
-            logical_axes=split_buffers(self.model.logical)[0],
-            position=position,
+        build_optimizer = functools.partial(
+            make_optimizer, config.optimizer, total_steps=plan_length, position=position
         )
+        logical = split_buffers(self.model.logical)[0]
+        self.optimizer = build_optimizer(logical_axes=logical)
         self.schedule = learning_rate_schedule(
             config.optimizer, total_steps=plan_length, position=position
         )
@@ -184,17 +184,27 @@ class Program:
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         trained = split_buffers(shapes)[0]
         abstract_opt = jax.eval_shape(self.optimizer.init, trained)
-        self._opt_shardings = optimizer_state_shardings(
+        opt_shardings = optimizer_state_shardings(
             abstract_opt, trained, split_buffers(param_shardings)[0]
         )
         self.state_shardings: State = {
             "params": param_shardings,
-            "opt_state": self._opt_shardings,
+            "opt_state": opt_shardings,
             "step": self.replicated,
             "updates": self.replicated,
         }
+        self.streamed_update: StreamedUpdate | None = None
         if config.optimizer.offload:
-            self.state_shardings["opt_state"] = moments_on_host(abstract_opt, self._opt_shardings)
+            self.state_shardings["opt_state"] = moments_on_host(abstract_opt, opt_shardings)
+            self.streamed_update = StreamedUpdate(
+                lambda axes: build_optimizer(logical_axes=axes),
+                logical_axes=logical,
+                shapes=trained,
+                state=abstract_opt,
+                device=opt_shardings,
+                host=self.state_shardings["opt_state"],
+                rows_apart=config.optimizer.name in ROWS_APART,
+            )
         self.scaler = loss_scaler(precision)
         if self.scaler is not None:
             self.state_shardings["loss_scale"] = jax.tree.map(
@@ -509,12 +519,6 @@ class Program:
         params, buffers = split_buffers(params)
         grads, _ = split_buffers(grads)
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
-        before = state["opt_state"]
-        if self.config.optimizer.offload:
-            # Moments come to the device once the gradients are there, not before.
-            before, grads = lax.optimization_barrier((before, grads))
-            before = jax.device_put(before, self._opt_shardings)
-        updates, opt_state = self.optimizer.update(grads, before, params)
         applies = tokens > 0
         if self.scaler is not None:  # one number for all devices: they decide alike
             finite = jnp.isfinite(grad_norm)
@@ -546,17 +550,19 @@ class Program:
                 per_layer=self.config.model.moe_per_layer_logging,
             )
             new_buffers = updated_buffers(buffers, report["load"], self.config.model)
-        new_params = jax.tree.map(jnp.add, params, updates)
+        opt_state = state["opt_state"]
+        if self.streamed_update is not None:
+            params, opt_state = self.streamed_update(grads, opt_state, params, applies)
+        else:
+            updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
+            params = keep(jax.tree.map(jnp.add, params, updates), params)
+            opt_state = keep(new_opt_state, opt_state)
         new_state = {
-            "params": join_buffers(keep(new_params, params), keep(new_buffers, buffers)),
-            "opt_state": keep(opt_state, before),
+            "params": join_buffers(params, keep(new_buffers, buffers)),
+            "opt_state": opt_state,
             "step": state["step"] + 1,
             "updates": state["updates"] + applies,
         }
-        if self.config.optimizer.offload:
-            new_state["opt_state"] = jax.device_put(
-                new_state["opt_state"], self.state_shardings["opt_state"]
-            )
         if self.scaler is not None:
             metrics["loss_scale"] = scale
             new_state["loss_scale"] = self.scaler.update(state["loss_scale"], finite)

@@ -45,7 +45,6 @@ DETERMINISTIC: Mapping[str, str] = {
     # Kernels without atomic additions, also in cuDNN's attention backward; none are timed.
     "xla_gpu_deterministic_ops": "true",
     "xla_gpu_exclude_nondeterministic_ops": "true",
-    "xla_gpu_autotune_level": "0",
 }
 """What ``runtime.deterministic`` sets (XLA's docs/determinism.md)."""
 

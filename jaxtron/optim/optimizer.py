@@ -48,6 +48,9 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 """Built-in optimizers by name."""
 
+ROWS_APART = ("adamw", "sgd", "lion", "muon")
+"""Those that update the rows of embedding and output layer independently of each other."""
+
 
 def make_optimizer(
     config: OptimizerConfig,

@@ -13,7 +13,7 @@ from tests.program.forward import random_state
 
 def program_of(offload: bool, name: str = "adamw") -> Program:
     config = make_config(
-        model={"num_layers": 1},
+        model={"num_layers": 3},
         parallel={"fsdp": 2, "tensor": 2},
         train={"global_batch_size": 4},
         optimizer={"name": name, "lr": 0.01, "min_lr": 0.0, "clip_grad": 1.0, "offload": offload},
@@ -25,7 +25,7 @@ def memory_kinds(state) -> set[tuple[bool, str]]:
     return {(leaf.ndim > 0, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(state)}
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "lion", "sgd"])
 def test_offloaded_moments_give_the_same_bits_and_stay_on_the_host(name: str, tmp_path) -> None:
     ends = []
     for offload in (False, True):
