@@ -161,6 +161,7 @@ class Program:
                 window=config.model.window_size,
                 segments=config.data.reset_attention_mask,
                 dropout=config.model.attention_dropout > 0,
+                deterministic=config.runtime.deterministic,
                 blocks=cut.ring > 1,
             ),
             platform,

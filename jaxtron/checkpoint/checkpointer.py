@@ -1,6 +1,8 @@
 """Saving a run's state and getting it back on any mesh."""
 
 import logging
+import os
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 OPTIMIZER_ENTRY = "opt_state"
 _SMALL_FILE = 2**20  # bytes; checked when a read fails, to say which file is to blame
+_OS_ERROR = re.compile(r"os_error_code='(\d+)'")
+_NOTE = re.compile(r" \[\w[\w ]*='[^']*'\]")  # may hold line breaks
 
 
 class Checkpointer:
@@ -344,9 +348,13 @@ def _unreadable(
 def _brief(error: BaseException) -> str:
     """First line of an error, cut to readable length.
 
-    TensorStore says what at its start and why at its end; its settings in brackets are left out.
+    TensorStore says what at its start and why at its end. Its notes in brackets (places in its
+    source, settings) are left out, but for the number of the system's error, which is put in words.
     """
-    line = (str(error).strip().splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    text = str(error).strip()
+    reasons = [os.strerror(int(number)) for number in _OS_ERROR.findall(text)]
+    line = (_NOTE.sub("", text).splitlines() or [""])[0].split(" [tensorstore_spec")[0]
+    line += "".join(f": {reason}" for reason in dict.fromkeys(reasons) if reason not in line)
     if len(line) > 400:
         line = f"{line[:200]} ... {line[-200:]}"
     return f"{type(error).__name__}: {line}"

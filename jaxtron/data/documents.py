@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtron.data.compression import open_decompressed
 from jaxtron.data.remote import RemoteFile, is_remote
@@ -13,6 +13,8 @@ from jaxtron.errors import ConfigError, DataError
 _BOM = b"\xef\xbb\xbf"
 
 _parse_json = json.JSONDecoder().decode
+_scan_json = json.JSONDecoder().scan_once  # the same in C, without the white space around
+_WHITE_SPACE = " \t\n\r"
 
 BLOCK_BYTES = 1 << 20
 BLOCK_RECORDS = 1000
@@ -138,7 +140,7 @@ def read_blocks(sources: Iterable[Source]) -> Iterator[Block]:
             for number, data in lines:
                 if number <= 1 and data.startswith(_BOM):
                     data = data[len(_BOM) :]
-                if number and not data.strip():
+                if number and data.isspace():
                     continue
                 records.append(Record(name, number, data))
                 size += len(data)
@@ -165,13 +167,14 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
     if not record.line:
         return [text]
     try:
-        value = _parse_json(text)
-    except json.JSONDecodeError as error:
-        raise BadRecord(
-            "bad_json", f"{record.where}: bad JSON ({error.msg} at character {error.pos + 1})"
-        ) from None
-    except (ValueError, RecursionError) as error:  # a number of 5000 digits, endless nesting
-        raise BadRecord("bad_json", f"{record.where}: bad JSON ({error})") from None
+        # Most of the work on short documents is here: the scanner, and where that does not do
+        # (white space in front, any error) the decoder, which says what is wrong.
+        value, end = _scan_json(text, 0)
+        whole = end == len(text) or not text[end:].strip(_WHITE_SPACE)
+    except (StopIteration, ValueError, RecursionError):
+        whole = False
+    if not whole:
+        value = _decoded(record, text)
     if not isinstance(value, dict):
         raise BadRecord(
             "not_an_object", f"{record.where}: not a JSON object but {_json_type(value)}"
@@ -192,6 +195,22 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
                 f"{record.where}: value of key '{key}' is not a string but {_json_type(found)}",
             )
     return texts
+
+
+def _decoded(record: Record, text: str) -> Any:
+    """The JSON value of a line.
+
+    Raises:
+        BadRecord: it is none.
+    """
+    try:
+        return _parse_json(text)
+    except json.JSONDecodeError as error:
+        raise BadRecord(
+            "bad_json", f"{record.where}: bad JSON ({error.msg} at character {error.pos + 1})"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, endless nesting
+        raise BadRecord("bad_json", f"{record.where}: bad JSON ({error})") from None
 
 
 def read_texts(

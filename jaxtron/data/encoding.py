@@ -92,28 +92,26 @@ class Encoder:
         return EncodedBlock(texts, bad)
 
     def _encode(self, texts: Sequence[str]) -> EncodedTexts:
-        split = split_sentences if self._job.split_sentences else _whole
-        pieces = [split(text) for text in texts]
+        parts, parts_of = list(texts), np.ones(len(texts), np.int64)
+        if self._job.split_sentences:
+            pieces = [split_sentences(text) for text in texts]
+            parts = [part for parts in pieces for part in parts]
+            parts_of = np.fromiter(map(len, pieces), np.int64, len(pieces))
         # One call for the whole block and one array at its end: short documents come in millions,
         # and Python's own work on each must stay small beside the tokenizer's.
-        encoded = self._job.tokenizer.encode_batch([part for parts in pieces for part in parts])
+        encoded = self._job.tokenizer.encode_batch(parts)
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         tokens = np.fromiter(chain.from_iterable(encoded), np.int32, int(lengths.sum()))
 
         # Sequences without a token go, and with them documents that have no other.
-        parts_of = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        document_of = np.repeat(np.arange(len(pieces)), parts_of)
-        documents = np.bincount(document_of[lengths > 0], minlength=len(pieces))
+        document_of = np.repeat(np.arange(len(texts)), parts_of)
+        documents = np.bincount(document_of[lengths > 0], minlength=len(texts))
         lengths, documents = lengths[lengths > 0], documents[documents > 0]
         if self._eod is not None:
             last = np.cumsum(documents) - 1  # each document's last sequence
             tokens = np.insert(tokens, np.cumsum(lengths)[last], self._eod)
             lengths[last] += 1
         return EncodedTexts(tokens, lengths, documents, len(texts) - documents.size)
-
-
-def _whole(text: str) -> list[str]:
-    return [text]
 
 
 def encode_blocks(

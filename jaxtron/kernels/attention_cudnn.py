@@ -35,6 +35,11 @@ class CudnnAttention:
             return f"head_dim {spec.head_dim} is not a multiple of 8 up to {limit}"
         if spec.dropout:
             return "cuDNN draws its own dropout mask, which depends on the layout"
+        if spec.deterministic:
+            return (
+                "its backward pass adds in any order, and XLA (JAX 0.11.2) fails with an "
+                "IndexError when it compiles the deterministic one"
+            )
         if spec.key_segments:
             return "with segment ids of their own for the keys, a query that sees none is not zero"
         odd = spec.query_length % 2 or spec.key_length % 2

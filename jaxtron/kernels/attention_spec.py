@@ -27,6 +27,7 @@ class AttentionSpec:
         segments: a query sees only keys of its own segment (packed documents).
         key_segments: keys have segment ids of their own, other than the queries'.
         dropout: probabilities are dropped.
+        deterministic: two runs give the same bits.
         blocks: computed a block of keys at a time by ``AttentionBackend.blocks``; the lengths are
             a block's.
 
@@ -45,6 +46,7 @@ class AttentionSpec:
     segments: bool = False
     key_segments: bool = False
     dropout: bool = False
+    deterministic: bool = False
     blocks: bool = False
 
     def __post_init__(self) -> None:

@@ -42,9 +42,10 @@ TABLE: tuple[FlagRow, ...] = (
 
 
 DETERMINISTIC: Mapping[str, str] = {
-    # Kernels without atomic additions, also in cuDNN's attention backward; none are timed.
+    # Kernels without atomic additions; none are timed.
     "xla_gpu_deterministic_ops": "true",
     "xla_gpu_exclude_nondeterministic_ops": "true",
+    "xla_gpu_autotune_level": "0",
 }
 """What ``runtime.deterministic`` sets (XLA's docs/determinism.md)."""
 

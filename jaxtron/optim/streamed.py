@@ -75,7 +75,8 @@ class StreamedUpdate:
         host: Any,
         rows_apart: bool,
     ) -> None:
-        params, self._params_tree = jax.tree_util.tree_flatten_with_path(shapes)
+        params, tree = jax.tree_util.tree_flatten_with_path(shapes)
+        self._params_tree: Any = tree
         axes = jax.tree.leaves(logical_axes, is_leaf=is_axes)
         leaves, self._state_tree = jax.tree_util.tree_flatten_with_path(state)
         owners = [_owner(path, [own for own, _ in params]) for path, _ in leaves]

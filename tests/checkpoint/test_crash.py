@@ -1,5 +1,6 @@
 """Killed and failed saves: the newest complete step stays loadable, no error is swallowed."""
 
+import errno
 import logging
 import os
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from jaxtron.checkpoint import steps
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.checkpoint.config import CheckpointConfig
+from jaxtron.checkpoint.store import StateWriter
 from jaxtron.checkpoint.verify import verify_step
 from jaxtron.errors import CheckpointError
 from tests.checkpoint.states import (
@@ -194,6 +196,29 @@ def test_a_failed_blocking_write_surfaces_at_once(tmp_path):
         checkpointer.save(2, tree(2, BIG), {})
     assert checkpointer.should_save(2, final=True)  # it is not counted as saved
     checkpointer.close()
+
+
+def test_a_full_disk_is_named_however_the_library_words_it(tmp_path, monkeypatch):
+    """TensorStore's versions add notes in brackets, and some the error's number alone."""
+    places = "".join(f"tensorstore/internal/os/file_{n}.cc:{n}\n" for n in range(40))
+    error = (
+        f'OUT_OF_RANGE: Error writing "params.w/c/0": Failed to write to "/{"d/" * 99}"'
+        f" [source locations='{places}'] [os_error_code='{errno.ENOSPC}']"
+    )
+
+    def write(*_):
+        raise ValueError(error)
+
+    monkeypatch.setattr(StateWriter, "write", write)
+    with (
+        Checkpointer(config(tmp_path)) as checkpointer,
+        pytest.raises(CheckpointError) as raised,
+    ):
+        checkpointer.save(2, tree(2), {})
+    text = str(raised.value)
+    assert f"saving {tmp_path / '2'} failed" in text and "No space left on device" in text
+    assert 'Error writing "params.w/c/0"' in text and "source locations" not in text
+    assert len(text) < 700 and "\n" not in text
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

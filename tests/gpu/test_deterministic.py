@@ -1,7 +1,7 @@
 """runtime.deterministic on a GPU: fresh processes that compile anew end with the same bits.
 
-Run with ``pytest -m gpu tests/gpu/test_deterministic.py``. The model is large enough for cuDNN
-attention and for matrix products that split their sums.
+Run with ``pytest -m gpu tests/gpu/test_deterministic.py``. The model is large enough for
+matrix products that split their sums.
 """
 
 import os
@@ -23,7 +23,6 @@ RAW = {
         "num_query_groups": 2,
         "vocab_size": 32000,
         "max_position_embeddings": 2048,
-        "attention_backend": "cudnn",
     },
     "data": {"source": "synthetic", "seq_length": 2048},
     "train": {"steps": 20, "global_batch_size": 8, "micro_batch_size": 4},

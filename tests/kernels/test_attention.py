@@ -245,6 +245,7 @@ SPEC = AttentionSpec(
         ({"head_dim": 20}, "gpu", "head_dim 20"),
         ({"head_dim": 264}, "gpu", "head_dim 264"),
         ({"dropout": True}, "gpu", "dropout mask"),
+        ({"deterministic": True}, "gpu", "adds in any order"),
         ({"segments": True, "query_length": 15, "key_length": 15}, "gpu", "even sequence length"),
         ({"segments": True, "key_segments": True}, "gpu", "segment ids of their own"),
     ],
