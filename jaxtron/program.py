@@ -7,6 +7,7 @@ This is the public way to train without the Trainer (``scripts/custom_loop.py``)
     state, metrics = program.train_step(state, program.place(rows))
 """
 
+import copy
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
 from jaxtron.models.decoder import Decoder
 from jaxtron.models.model import Model
+from jaxtron.observe.flops import mean_causal_keys_of
 from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import ROWS_APART, make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
@@ -145,26 +147,11 @@ class Program:
                 self.batch_layout.num_microbatches,
             )
             self.executor = Pipelined(self.plan, schedule, placement)
-        cut = context_layout(parallel, self.sizes["context"])
-        self.context = ContextAttention(cut, gather=parallel.context_strategy == "all_gather")
-        heads_split = self.rules.size("heads") * cut.all_to_all
-        self.attention_backend = choose_backend(
-            config.model.attention_backend,
-            AttentionSpec(
-                query_length=config.data.seq_length // cut.chunks,
-                key_length=config.data.seq_length // cut.chunks,
-                num_heads=config.model.num_attention_heads // heads_split,
-                num_query_groups=max(1, config.model.query_groups // heads_split),
-                head_dim=config.model.head_dim,
-                dtype=jnp.dtype(DTYPES[precision.compute]),
-                causal=True,
-                window=config.model.window_size,
-                segments=config.data.reset_attention_mask,
-                dropout=config.model.attention_dropout > 0,
-                deterministic=config.runtime.deterministic,
-                blocks=cut.ring > 1,
-            ),
-            platform,
+        self._set_rows(
+            self.sizes["context"],
+            config.data.seq_length,
+            self.batch_layout.num_microbatches,
+            self.batch_layout.rows_per_microbatch,
         )
         self.batch_schedule = batch_schedule(config.train)
         plan_length = self.batch_schedule.plan_length(config.train.steps)
@@ -211,13 +198,6 @@ class Program:
             self.state_shardings["loss_scale"] = jax.tree.map(
                 lambda _: self.replicated, self.scaler.init()
             )
-        self.placement = batch_placement(
-            self.mesh,
-            self.rules,
-            self.batch_layout.num_microbatches,
-            self.batch_layout.rows_per_microbatch,
-            self.context,
-        )
         self.train_step = jax.jit(
             self._train_step,
             donate_argnums=0,
@@ -225,6 +205,46 @@ class Program:
         )
         self.eval_step = jax.jit(self._eval_step, out_shardings=self.replicated)
         self.next_token_logits = jax.jit(self._next_token_logits, out_shardings=self.replicated)
+
+    def _set_rows(self, degree: int, length: int, microbatches: int, rows: int) -> None:
+        """Decide how rows of ``length`` tokens lie on the devices and which kernel attends."""
+        config, sizes = self.config, self.sizes
+        cut = context_layout(config.parallel, sizes["context"], degree)
+        gather = config.parallel.context_strategy == "all_gather"
+        self.seq_length = length
+        self.context = ContextAttention(cut, gather)
+        heads_split = self.rules.size("heads") * cut.all_to_all
+        self.attention_backend = choose_backend(
+            config.model.attention_backend,
+            AttentionSpec(
+                query_length=length // cut.chunks,
+                key_length=length // cut.chunks,
+                num_heads=config.model.num_attention_heads // heads_split,
+                num_query_groups=max(1, config.model.query_groups // heads_split),
+                head_dim=config.model.head_dim,
+                dtype=jnp.dtype(DTYPES[config.precision.compute]),
+                causal=True,
+                window=config.model.window_size,
+                segments=config.data.reset_attention_mask,
+                dropout=config.model.attention_dropout > 0,
+                deterministic=config.runtime.deterministic,
+                blocks=cut.ring > 1,
+            ),
+            self.platform,
+        )
+        self.placement = batch_placement(self.mesh, self.rules, microbatches, rows, self.context)
+
+    def with_rows(self, degree: int, length: int, microbatches: int) -> "Program":
+        """The same model and state with other rows, for :meth:`add_gradients` and :meth:`place`.
+
+        Args:
+            degree: devices of the context axis that share a row.
+            length: tokens of a row.
+            microbatches: of a batch; each has a row for every group of ``degree`` devices.
+        """
+        other = copy.copy(self)
+        other._set_rows(degree, length, microbatches, self.batch_layout.data_shards)
+        return other
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -356,14 +376,14 @@ class Program:
             chunk_tokens=config.loss.chunk_tokens,
             logits_dtype=DTYPES[config.precision.logits],
         )
-        positions = self.context.own_positions(config.data.seq_length)
+        positions = self.context.own_positions(self.seq_length)
         tables = model.tables(positions)
 
         def side(batch: Any) -> Any:
             length = batch["tokens"].shape[1]
             own = positions
             if length != len(positions):
-                own = self.context.own_positions(length * self.sizes["context"])
+                own = self.context.own_positions(length * self.context.layout.size)
             rotary = tables if own is positions else model.tables(own)
             if "position_ids" in batch:  # counted from the start of each document
                 rotary = model.tables(batch["position_ids"])
@@ -415,7 +435,7 @@ class Program:
         return LayerInputs(
             region=self.region,
             attend=self.context.attend(
-                side["tokens"].shape[1] * self.sizes["context"],
+                side["tokens"].shape[1] * self.context.layout.size,
                 scale=1 / math.sqrt(config.model.head_dim),
                 window=config.model.window_size,
                 segment_ids=side.get("segment_ids"),
@@ -427,17 +447,40 @@ class Program:
             moe=moe,
         )
 
-    def _live(self, loss_mask: jax.Array) -> jax.Array:
-        """Tokens that routers work for, like ``loss_mask [microbatch, row, seq]``."""
-        positions = self.context.own_positions(loss_mask.shape[-1] * self.sizes["context"])
+    def _live(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Tokens that routers work for, fp32 like ``loss_mask [microbatch, row, seq]``."""
+        if "document_length" in batch:
+            return (batch["document_length"] > 0).astype(jnp.float32)
+        loss_mask = batch["loss_mask"]
+        positions = self.context.own_positions(loss_mask.shape[-1] * self.context.layout.size)
         return live_tokens(loss_mask, positions, self.region)
+
+    def _attention_work(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Of packed rows, what a step's operations are counted from; else nothing.
+
+        ``real_tokens`` of documents, and the keys that they meet: ``causal_keys``, ``full_keys``.
+        """
+        if "document_length" not in batch:
+            return {}
+        lengths = batch["document_length"]
+        causal = mean_causal_keys_of(lengths, self.config.model.window_size)
+        return {
+            "real_tokens": self.region.sum(jnp.sum(lengths > 0), self._batch_axes()),
+            "causal_keys": self.region.sum(jnp.sum(causal), self._batch_axes()),
+            "full_keys": self.region.sum(jnp.sum(lengths, dtype=jnp.float32), self._batch_axes()),
+        }
 
     def _batch_axes(self) -> tuple[str, ...]:
         return (*self.rules.axes("batch"), *self.rules.axes("sequence"))
 
-    def _token_weights(self, loss_mask: jax.Array) -> jax.Array:
-        """Weight of every token ``[microbatch, row, seq]`` in the objective."""
+    def _token_weights(self, loss_mask: jax.Array, total: jax.Array | None = None) -> jax.Array:
+        """Weight of every token ``[microbatch, row, seq]`` in the objective.
+
+        ``total`` is the sum of ``loss_mask`` over the step, where this is not all of it.
+        """
         axes = self._batch_axes()
+        if total is not None:
+            return loss_mask / jnp.maximum(total, 1)
         if self.config.loss.reduction == "token":
             return loss_mask / jnp.maximum(self.region.sum(jnp.sum(loss_mask), axes), 1)
         totals = self.region.sum(jnp.sum(loss_mask, axis=(1, 2), keepdims=True), axes)
@@ -452,28 +495,39 @@ class Program:
         for axis in self.rules.axes("batch"):
             shard = shard * self.sizes[axis] + lax.axis_index(axis)
         first = jnp.arange(microbatches, dtype=jnp.int32) * self.placement.rows_per_microbatch
-        return first[:, None] + shard * rows + jnp.arange(rows, dtype=jnp.int32)
+        held = first[:, None] + shard * rows + jnp.arange(rows, dtype=jnp.int32)
+        groups = self.context.layout.groups
+        return held if groups == 1 else held * groups + self.context.layout.group()
 
     def _loss_and_gradients(
-        self, params: Any, batch: Mapping[str, jax.Array], step: jax.Array, scale: jax.Array
+        self,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        step: jax.Array,
+        scale: jax.Array,
+        share: Mapping[str, jax.Array],
     ) -> Any:
         """Local view: loss and token count (alike everywhere), gradients as stored shards.
 
         Loss and gradients are ``scale`` times what they are. The tokens' weights carry the factor,
-        because the output layer's gradients are computed, and rounded, with its loss.
+        because the output layer's gradients are computed, and rounded, with its loss. ``share`` is
+        of :meth:`add_gradients`; empty for a whole step.
         """
+        trained, live = share.get("trained"), share.get("live")
         microbatches = {
-            **batch,
-            "token_weights": scale * self._token_weights(batch["loss_mask"]),
-            "router_weights": scale * self._token_weights(self._live(batch["loss_mask"])),
-            "rows": self._global_rows(*batch["tokens"].shape[:2]),
+            **{name: array for name, array in batch.items() if name != "document_length"},
+            "token_weights": scale * self._token_weights(batch["loss_mask"], trained),
+            "router_weights": scale * self._token_weights(self._live(batch), live),
+            "rows": self._global_rows(*batch["tokens"].shape[:2]) + share.get("first_row", 0),
         }
+        some = {"count": share["count"]} if share else {}
         (loss, report), grads = self.executor.value_and_gradients(
-            self._computation(step), params, microbatches
+            self._computation(step), params, microbatches, **some
         )
         axes = [axis for axis in AXES if axis != "pipeline"]
         report = jax.tree.map(lambda a: self.region.sum(a, axes), report)
-        return self.region.sum(loss, AXES), self._count(batch["loss_mask"]), grads, report
+        tokens, work = self._count(batch["loss_mask"]), self._attention_work(batch)
+        return self.region.sum(loss, AXES), tokens, grads, report, work
 
     def loss_and_gradients(
         self,
@@ -495,29 +549,68 @@ class Program:
         batch: Mapping[str, jax.Array],
         step: jax.Array | int,
         loss_scale: jax.Array | float,
+        share: Mapping[str, jax.Array] | None = None,
     ) -> Any:
-        """:meth:`loss_and_gradients`, and what the layers report, stacked in their places."""
+        """:meth:`loss_and_gradients`, and what the layers report, stacked in their places.
+
+        Last of all what a step's operations are counted from, where rows are packed.
+        """
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
             self._loss_and_gradients,
-            (self.specs, batch_specs, PartitionSpec(), PartitionSpec()),
-            (PartitionSpec(), PartitionSpec(), self.specs, PartitionSpec("pipeline")),
+            (self.specs, batch_specs, *[PartitionSpec()] * 3),
+            (*[PartitionSpec()] * 2, self.specs, PartitionSpec("pipeline"), PartitionSpec()),
         )
         scale = jnp.asarray(loss_scale, jnp.float32)
-        loss, tokens, grads, report = function(
-            params, dict(batch), jnp.asarray(step, jnp.int32), scale
+        loss, tokens, grads, report, work = function(
+            params, dict(batch), jnp.asarray(step, jnp.int32), scale, dict(share or {})
         )
         if isinstance(loss_scale, float) and loss_scale == 1.0:
-            return loss, tokens, grads, report
+            return loss, tokens, grads, report, work
         if self.config.model.num_experts is not None:
             report = {**report, "loss": report["loss"] / scale}
-        return loss / scale, tokens, jax.tree.map(lambda g: g / scale, grads), report
+        return loss / scale, tokens, jax.tree.map(lambda g: g / scale, grads), report, work
+
+    def _loss_scale(self, state: State) -> jax.Array | float:
+        return 1.0 if self.scaler is None else state["loss_scale"]["scale"]
+
+    def add_gradients(
+        self,
+        state: State,
+        total: Any,
+        batch: Mapping[str, jax.Array],
+        share: Mapping[str, jax.Array],
+    ) -> Any:
+        """Loss, tokens, gradients and reports of a part of a step, added to ``total`` (traceable).
+
+        Gradients are stored shards, summed over all devices: they have the parameters' shardings
+        whatever the rows, so that ``total`` goes from one executable to the next, and at last to
+        :meth:`apply_gradients`.
+
+        Args:
+            state: read alone.
+            total: what this function returned for the parts before.
+            batch: microbatches of :meth:`place`.
+            share: int32 scalars: ``trained`` and ``live`` tokens of the whole step, ``first_row``
+                (rows of the parts before) and ``count`` of microbatches to compute.
+        """
+        scale = self._loss_scale(state)
+        part = self._with_report(state["params"], batch, state["step"], scale, share)
+        return jax.tree.map(jnp.add, total, part)
 
     def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
-        params = state["params"]
-        scale = 1.0 if self.scaler is None else state["loss_scale"]["scale"]
-        loss, tokens, grads, report = self._with_report(params, batch, state["step"], scale)
-        params, buffers = split_buffers(params)
+        scale = self._loss_scale(state)
+        total = self._with_report(state["params"], batch, state["step"], scale)
+        return self.apply_gradients(state, total)
+
+    def apply_gradients(self, state: State, total: Any) -> tuple[State, Any]:
+        """The state after the optimizer's update, and the step's metrics (traceable).
+
+        ``total`` is the sum of :meth:`add_gradients` over a step.
+        """
+        loss, tokens, grads, report, work = total
+        scale = self._loss_scale(state)
+        params, buffers = split_buffers(state["params"])
         grads, _ = split_buffers(grads)
         grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
         applies = tokens > 0
@@ -537,6 +630,7 @@ class Program:
             "lr": self.schedule(state["updates"]),
             "tokens": tokens,
             "skipped": jnp.int32(1) - applies,
+            **work,
         }
         new_buffers = buffers
         if self.config.model.num_experts is not None:
@@ -576,9 +670,13 @@ class Program:
 
         def local(params: Any, batch: Mapping[str, jax.Array]) -> Any:
             mask = batch["loss_mask"]
-            batch = {**batch, "token_weights": mask, "router_weights": self._live(mask)}
-            loss = self.executor.reports(self._computation(), params, batch)
-            return self.region.sum(loss, AXES), self._count(batch["loss_mask"])
+            microbatches = {
+                **{name: array for name, array in batch.items() if name != "document_length"},
+                "token_weights": mask,
+                "router_weights": self._live(batch),
+            }
+            loss = self.executor.reports(self._computation(), params, microbatches)
+            return self.region.sum(loss, AXES), self._count(mask)
 
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(

@@ -17,10 +17,12 @@ from jaxtron.data.build import Datasets, build_datasets
 from jaxtron.data.loader import batches
 from jaxtron.data.order import check_order, file_fingerprints, order_digest
 from jaxtron.data.source import RowDataset
+from jaxtron.dynamic_program import DynamicProgram
 from jaxtron.errors import DataError
 from jaxtron.observe.logger import RunLogger
 from jaxtron.observe.profiler import StepProfiler
 from jaxtron.observe.throughput import Throughput
+from jaxtron.parallel.context.dynamic import dynamic_context
 from jaxtron.program import Program, State
 from jaxtron.resume import (
     check_architecture,
@@ -62,6 +64,8 @@ class Trainer:
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
         self.config = config
         self.program = Program(config, devices)
+        stage = dynamic_context(config, self.program.sizes)
+        self.dynamic = None if stage is None else DynamicProgram(self.program, stage)
         self.checkpointer = Checkpointer(config.checkpoint)
         self.datasets = self._open_data()
         self.data_files = file_fingerprints(self.datasets.train)
@@ -82,6 +86,11 @@ class Trainer:
         with self.checkpointer, logger:
             logger.write_config(to_dict(config))
             return self._loop(state, start, consumed, logger)
+
+    @property
+    def _trained(self) -> Any:
+        """What places training batches and takes steps; evaluation is the program's."""
+        return self.program if self.dynamic is None else self.dynamic
 
     # -- start ---------------------------------------------------------------------------------
 
@@ -143,7 +152,7 @@ class Trainer:
     def _train_batches(self, step: int, consumed: int) -> Iterator[Any]:
         """Batches of the steps after ``step``, which grow as ``train.rampup_batch_size`` says."""
         for size, count in self.program.batch_schedule.rest(step, self.config.train.steps):
-            source = self._batches(self.datasets.train, consumed, size, evaluation=False)
+            source = self._batches(self.datasets.train, consumed, size)
             for _ in range(count):
                 batch = next(source, None)
                 if batch is None:
@@ -152,24 +161,30 @@ class Trainer:
             consumed += size * count
 
     def _batches(
-        self, dataset: Any, start_sample: int, size: int, *, evaluation: bool
+        self, dataset: Any, start_sample: int, size: int, *, evaluation: bool = False
     ) -> Iterator[Any]:
         data = self.config.data
+        rows: Sequence[int] = self.program.placement.rows_of(size)
+        stage = None
+        if self.dynamic is not None and not evaluation:
+            rows, stage = range(size), self.dynamic.stage  # it schedules all of a step's documents
         return batches(
             dataset,
             global_batch_size=size,
             start_sample=start_sample,
-            rows=self.program.placement.rows_of(size),
+            rows=rows,
             dataloader_type="single" if evaluation else data.dataloader_type,
             seed=self.config.train.seed,
             pad_last=evaluation,
             num_workers=data.num_workers,
             num_threads=data.num_threads,
             prefetch=data.prefetch,
+            stage=stage,
         )
 
     def _loop(self, state: State, start: int, consumed: int, logger: RunLogger) -> Result:
         config, program = self.config, self.program
+        trained = self._trained
         profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
         began = time.monotonic()
         step, loss, eval_loss = start, None, None
@@ -190,11 +205,11 @@ class Trainer:
             loss = values["loss"]
             logger.log_step(
                 {
-                    **values,
+                    **{name: value for name, value in values.items() if name != "real_tokens"},
                     "step": done_step,
                     "consumed_samples": done_samples,
                     "global_batch_size": rows,
-                    "tokens": rows * config.data.seq_length,
+                    "tokens": values.get("real_tokens", rows * config.data.seq_length),
                     "valid_tokens": values["tokens"],
                     "step_time_s": clock.lap(),
                 }
@@ -206,7 +221,7 @@ class Trainer:
                 flush()
                 raise ahead
             profiler.before_step(step + 1, state)
-            state, metrics = program.train_step(state, ahead)
+            state, metrics = trained.train_step(state, ahead)
             profiler.after_step(step + 1, metrics)
             flush()
             size = program.batch_schedule.samples(step + 1) - program.batch_schedule.samples(step)
@@ -241,7 +256,7 @@ class Trainer:
         if step >= self.config.train.steps:
             return None
         try:
-            return self.program.place(next(source))
+            return self._trained.place(next(source))
         except DataError as error:
             return error
         except StopIteration:

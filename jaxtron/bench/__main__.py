@@ -8,15 +8,18 @@ import tempfile
 from pathlib import Path
 
 from jaxtron.bench.breakdown import breakdown, read_trace
-from jaxtron.bench.step import StepTiming, time_step
+from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
 from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
+from jaxtron.errors import ConfigError
 from jaxtron.launch.initialize import launch, shutdown
 
 EXAMPLE = """examples:
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --steps 5 --json out.json \\
       model.num_layers=8 data.seq_length=4096 train.global_batch_size=16
   python -m jaxtron.bench profile --config configs/llama3_8b.yaml --top 20 model.num_layers=8
+  python -m jaxtron.bench step --config configs/llama3_8b.yaml --documents 4096 1.2 \\
+      data.seq_length=65536 parallel.context=4 parallel.dynamic_context=true
   python -m jaxtron.bench profile --read runs/llama/profile --traced-steps 3
 """
 
@@ -45,6 +48,14 @@ def main(argv: list[str] | None = None) -> int:
         sub.add_argument("--name", default="step", help="name of the case in the output")
         sub.add_argument("--steps", type=int, default=5, help="timed steps")
         sub.add_argument("--warmup", type=int, default=2, help="steps before, not counted")
+        sub.add_argument(
+            "--documents",
+            type=float,
+            nargs=2,
+            metavar=("MEDIAN", "SIGMA"),
+            help="rows of documents of log-normal length, cut at data.seq_length",
+        )
+        sub.add_argument("--padded", action="store_true", help="one of --documents in every row")
         sub.add_argument("--json", type=Path, help="append the result to this file, a JSON line")
         if verb == "profile":
             sub.add_argument("--trace", type=Path, help="keep the trace in this folder")
@@ -70,7 +81,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
-    config = load_config(args.config, ["data.source=synthetic", *args.overrides])
+    overrides = ["data.source=synthetic", *args.overrides]
+    if args.documents is not None and not args.padded:
+        overrides += ["data.reset_attention_mask=true", "data.reset_position_ids=true"]
+    config = load_config(args.config, overrides)
+    if args.documents is None and (args.padded or config.data.reset_attention_mask):
+        raise ConfigError(
+            "rows are packed or padded (data.reset_attention_mask, --padded), but of what length "
+            "documents are is not said: give --documents MEDIAN SIGMA"
+        )
     launch(config.runtime)
     result = time_step(
         config,
@@ -80,6 +99,8 @@ def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
         xla_flags=os.environ.get("XLA_FLAGS", ""),
         trace=trace,
         traced_steps=getattr(args, "traced_steps", 0),
+        lengths=None if args.documents is None else DocumentLengths(*args.documents),
+        padded=args.padded,
     )
     print(result.line(), flush=True)
     if args.json is not None:

@@ -1,6 +1,7 @@
 """Time whole optimizer steps of a configuration on random tokens."""
 
 import dataclasses
+import itertools
 import json
 import platform
 import statistics
@@ -13,8 +14,12 @@ import jax
 import numpy as np
 
 from jaxtron.config.config import Config
+from jaxtron.data.packing import packed_row
+from jaxtron.dynamic_program import DynamicProgram
+from jaxtron.observe.flops import mean_causal_keys
 from jaxtron.observe.hardware import memory_figures, peak_tflops
-from jaxtron.observe.throughput import Throughput
+from jaxtron.observe.throughput import Keys, Throughput
+from jaxtron.parallel.context.dynamic import dynamic_context
 from jaxtron.program import Program
 
 
@@ -90,6 +95,58 @@ def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class DocumentLengths:
+    """A log-normal distribution of lengths, cut at the length of a row.
+
+    Attributes:
+        median: [tokens].
+        sigma: standard deviation of the lengths' natural logarithm.
+    """
+
+    median: float
+    sigma: float
+
+    def draw(self, rng: np.random.Generator, longest: int) -> int:
+        """One length, from 2 to ``longest`` tokens."""
+        return int(np.clip(self.median * np.exp(self.sigma * rng.normal()), 2, longest))
+
+
+def document_batch(
+    config: Config, lengths: DocumentLengths, seed: int, padded: bool = False
+) -> tuple[dict[str, np.ndarray], list[int]]:
+    """A global batch of random documents, every token with a loss, and their lengths.
+
+    Documents are drawn until one does not fit into any row any more (first fit). With ``padded`` a
+    row holds one document, and there are no numbers of documents.
+    """
+    rng = np.random.default_rng(seed)
+    rows, seq = config.train.global_batch_size, config.data.seq_length
+    members: list[list[int]] = [[] for _ in range(rows)]
+    while True:
+        length = lengths.draw(rng, seq)
+        fitting = [row for row in members if (not row if padded else sum(row) + length <= seq)]
+        if not fitting:
+            break
+        fitting[0].append(length)
+
+    def document(length: int) -> tuple[np.ndarray, np.ndarray]:
+        tokens = rng.integers(0, config.model.vocab_size, length + 1, dtype=np.int32)
+        return tokens, np.ones(length + 1, bool)
+
+    packed = [packed_row([document(n) for n in row], seq) for row in members]
+    names = ("tokens", "labels", "loss_mask") if padded else tuple(packed[0])
+    batch = {name: np.stack([row[name] for row in packed]) for name in names}
+    return batch, [n for row in members for n in row]
+
+
+def keys_of(config: Config, lengths: list[int]) -> Keys:
+    """Keys that the tokens of documents meet."""
+    window = config.model.window_size
+    causal = sum(n * mean_causal_keys(n, window) for n in lengths)
+    return Keys(causal, float(sum(n * n for n in lengths)))
+
+
 def time_step(
     config: Config,
     *,
@@ -99,6 +156,8 @@ def time_step(
     xla_flags: str,
     trace: Path | None = None,
     traced_steps: int = 2,
+    lengths: DocumentLengths | None = None,
+    padded: bool = False,
 ) -> StepTiming:
     """Compile, warm up and time ``steps`` optimizer steps, each waited for.
 
@@ -110,35 +169,57 @@ def time_step(
         xla_flags: to record.
         trace: folder for a profile of ``traced_steps`` more steps, taken after the timing.
         traced_steps: how many.
+        lengths: of documents: every step has others, and rates are those of all timed steps
+            together, over real tokens. None: whole rows of random tokens.
+        padded: one document a row.
     """
     program = Program(config)
+    stage = dynamic_context(config, program.sizes)
+    trained: Any = program if stage is None else DynamicProgram(program, stage)
     rows = program.placement.rows
-    batch = program.place({k: v[rows] for k, v in random_batch(config).items()})
+    seeds = itertools.count()
+    drawn: list[int] = []
+
+    def placed() -> Any:
+        if lengths is None:
+            batch = random_batch(config)
+        else:
+            batch, drawn[:] = document_batch(config, lengths, next(seeds), padded)
+        if stage is not None:
+            return trained.place(stage(batch))
+        return program.place({k: v[rows] for k, v in batch.items()})
+
     state = jax.block_until_ready(program.init_state())
+    batch = placed()
     began = time.perf_counter()
-    state, metrics = program.train_step(state, batch)
+    state, metrics = trained.train_step(state, batch)
     jax.block_until_ready(state)
     compile_s = time.perf_counter() - began
     grad_norm = float(metrics["grad_norm"])
     for _ in range(warmup):
-        state, metrics = program.train_step(state, batch)
+        batch = placed() if lengths is not None else batch
+        state, metrics = trained.train_step(state, batch)
     jax.block_until_ready(state)
-    times = []
+    times, documents = [], []
     for _ in range(steps):
+        batch = jax.block_until_ready(placed()) if lengths is not None else batch
+        documents += drawn
         began = time.perf_counter()
-        state, metrics = program.train_step(state, batch)
+        state, metrics = trained.train_step(state, batch)
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - began)
     if trace is not None:
         with jax.profiler.trace(str(trace)):
             for _ in range(traced_steps):
-                state, metrics = program.train_step(state, batch)
+                state, metrics = trained.train_step(state, batch)
             jax.block_until_ready((state, metrics))
     median = statistics.median(times)
     devices = list(program.mesh.devices.flat)
     throughput = Throughput.of(config.model, config.data.seq_length, config.observe.peak_tflops)
     tokens = config.train.global_batch_size * config.data.seq_length
     rates = throughput.rates(tokens, median)
+    if lengths is not None:
+        rates = throughput.rates(sum(documents), sum(times), keys_of(config, documents))
     layout: dict[str, Any] = {a: n for a, n in program.sizes.items() if n > 1}
     layout["data_sharding"] = config.parallel.data_sharding
     layout["sequence_parallel"] = program.region.sequence_parallel

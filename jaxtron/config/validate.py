@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from jaxtron.config.batch import batch_layout
 from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.config import Config
+from jaxtron.config.validate_dynamic_context import DYNAMIC_CONTEXT_CHECKS
 from jaxtron.config.validate_moe import MOE_LAYOUT_CHECKS, MOE_MODEL_CHECKS
 from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import ConfigError, JaxtronError
@@ -461,6 +462,7 @@ LAYOUT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _layers_fit_stages,
     _schedule_runs_microbatches,
     *MOE_LAYOUT_CHECKS,
+    *DYNAMIC_CONTEXT_CHECKS,
 )
 """Checks of the model, the sequence and the batch against the sizes of the mesh axes."""
 

@@ -8,6 +8,7 @@ processes, threads or workers read.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import grain
 import numpy as np
@@ -35,7 +36,8 @@ def batches(
     num_workers: int = 0,
     num_threads: int = 1,
     prefetch: int = 2,
-) -> Iterator[Batch]:
+    stage: Callable[[Batch], Any] | None = None,
+) -> Iterator[Any]:
     """Iterate over the global batches from `start_sample` on, this process's rows of each.
 
     Args:
@@ -53,9 +55,11 @@ def batches(
             program's entry point needs `if __name__ == "__main__":`.
         num_threads: threads that read ahead; 0: read when asked.
         prefetch: batches read ahead.
+        stage: what is made of each batch, by those who read.
 
     Returns:
-        Batches of arrays `[len(rows), …]`, the keys of the dataset's rows.
+        Batches of arrays `[len(rows), …]`, the keys of the dataset's rows, or what `stage` makes of
+        them.
 
     Raises:
         ConfigError: no such `dataloader_type`.
@@ -84,6 +88,8 @@ def batches(
     # Batched before it becomes an iterator: the other way round, the batches would depend on the
     # number of workers.
     batched = grain.MapDataset.source(source).batch(len(rows), drop_remainder=True)
+    if stage is not None:
+        batched = batched.map(stage)
     read_options = grain.ReadOptions(
         num_threads=num_threads, prefetch_buffer_size=prefetch if num_threads else 0
     )
@@ -97,7 +103,7 @@ def batches(
     return _iterate(iterable)
 
 
-def _iterate(iterable: grain.IterDataset) -> Iterator[Batch]:
+def _iterate(iterable: grain.IterDataset) -> Iterator[Any]:
     iterator = iter(iterable)
     try:
         yield from iterator

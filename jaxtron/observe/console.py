@@ -10,7 +10,7 @@ from typing import Literal
 from tqdm import tqdm
 
 from jaxtron.observe.records import Scalar
-from jaxtron.observe.throughput import Throughput
+from jaxtron.observe.throughput import Keys, Throughput
 
 
 class Console:
@@ -76,7 +76,7 @@ class LogLine:
         last = steps[-1]
         seconds = sum(_number(step, "step_time_s") for step in steps)
         tokens = sum(int(_number(step, "tokens")) for step in steps)
-        rates = self._throughput.rates(tokens, seconds)
+        rates = self._throughput.rates(tokens, seconds, Keys.of(steps))
         losses = [loss for step in steps if math.isfinite(loss := _number(step, "loss"))]
         loss = sum(losses) / len(losses) if losses else math.nan
         skipped = sum(int(step.get("skipped") or 0) for step in steps)

@@ -17,10 +17,15 @@ multiply-add is two operations, hence the factor 6 per multiply-add of the forwa
   * **full attention**, the formula of Narayanan et al. 2021 (arXiv:2104.04473) that older published
     tables use: a query meets all ``s`` keys, whatever mask or window is applied.
 
-Packed documents (``reset_attention_mask``) are counted like one sequence of full length in both.
+Of packed rows (``reset_attention_mask``) the tokens of documents count, without padding, and a
+query meets keys of its own document: half of them, or all. A step then sums the keys that its
+tokens meet (:func:`mean_causal_keys_of`), and :func:`flops_per_key` turns them into operations.
 """
 
 from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jaxtron.models.config import ModelConfig
 
@@ -105,6 +110,20 @@ def mean_causal_keys(seq_length: int, window_size: int | None = None) -> float:
     if window_size is None or window_size >= seq_length:
         return seq_length / 2
     return window_size - window_size**2 / (2 * seq_length)
+
+
+def mean_causal_keys_of(lengths: jax.Array, window_size: int | None = None) -> jax.Array:
+    """:func:`mean_causal_keys` of every sequence length of an array, fp32; 0 for length 0."""
+    n = lengths.astype(jnp.float32)
+    if window_size is None:
+        return n / 2
+    in_window = window_size - window_size**2 / (2 * jnp.maximum(n, 1))
+    return jnp.where(n <= window_size, n / 2, in_window)
+
+
+def flops_per_key(model: ModelConfig) -> float:
+    """Operations of a token for every key that it meets, in all layers [FLOP]."""
+    return flops_per_token(model, 1).full_attention - flops_per_token(model, 0).full_attention
 
 
 def parameter_count(model: ModelConfig, *, padded_vocab: bool = True) -> int:

@@ -11,7 +11,7 @@ from jaxtron.observe.console import Console, LogLine, evaluation_line
 from jaxtron.observe.hardware import memory_figures
 from jaxtron.observe.records import MetricsFile, Record, Scalar, to_scalar, write_atomically
 from jaxtron.observe.tensorboard import ScalarEvents
-from jaxtron.observe.throughput import Throughput
+from jaxtron.observe.throughput import Keys, Throughput
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -86,7 +86,8 @@ class RunLogger:
         Args:
             metrics: the keys of :data:`STEP_KEYS` and any other scalars (``loss_scale``,
                 ``num_zeros``, ``params_norm`` and ``skipped`` also appear in the log line).
-                ``loss`` [nats per token]; ``tokens``: of this step on all devices together;
+                ``loss`` [nats per token]; ``tokens``: of this step on all devices together, of
+                packed rows those of documents, with ``causal_keys`` and ``full_keys``;
                 ``consumed_samples`` and ``step``: counted to the end of this step;
                 ``step_time_s``: wall time [s].
 
@@ -100,7 +101,7 @@ class RunLogger:
         record: Record = {key: to_scalar(key, value) for key, value in metrics.items()}
         step, tokens, seconds = self._check(record)
         self._step = step
-        record |= self._throughput.rates(tokens, seconds)
+        record |= self._throughput.rates(tokens, seconds, Keys.of([record]))
         record |= self._memory()
         self._write(step, record)
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtron.mesh.rules import LogicalRules
 from jaxtron.parallel.context.attention import ContextAttention
+from jaxtron.parallel.context.documents import document_lengths
 
 Batch = Mapping[str, np.ndarray]
 
@@ -60,8 +61,12 @@ class BatchPlacement:
 
         Returns:
             global arrays ``{name: [microbatch, R, seq]}``; the tokens of a row lie in the order in
-            which the members of ``context`` hold them.
+            which the members of ``context`` hold them. Packed rows get one more, unless it is
+            there: ``document_length``, that of every token's document, 0 for padding.
         """
+        if "segment_ids" in batch and "document_length" not in batch:
+            lengths = document_lengths(batch["segment_ids"], batch["loss_mask"])
+            batch = {**batch, "document_length": lengths}
         r = self.rows_per_microbatch
         position = {column: i for i, column in enumerate(self._columns)}
 

@@ -36,6 +36,20 @@ class ParallelConfig:
     context_all_to_all: int | None = key(
         None, "Members of context that exchange heads with each other; hierarchical only.", ge=2
     )
+    dynamic_context: bool = key(
+        False,
+        "Cut every step's documents into microbatches of their own, in which a document is split "
+        "over few or many devices of context by its length; needs packed data.",
+    )
+    min_dynamic_context: int = key(
+        1, "Devices that share a document at least under dynamic_context; a power of two.", ge=1
+    )
+    max_seqlen_per_dp_cp_rank: int | None = key(
+        None,
+        "Tokens of a microbatch on a device under dynamic_context, which memory limits; null: "
+        "data.seq_length / context.",
+        ge=1,
+    )
     virtual_pipeline: int = key(1, "Chunks of layers (virtual stages) on each pipeline stage.")
     pipeline_schedule: str = key(
         "1f1b", "gpipe, 1f1b, interleaved (virtual_pipeline 2 or more), or module:function."

@@ -137,7 +137,11 @@ class Sequential:
     plan: GradientPlan
 
     def value_and_gradients(
-        self, computation: Computation, params: Params, microbatches: Any
+        self,
+        computation: Computation,
+        params: Params,
+        microbatches: Any,
+        count: jax.Array | None = None,
     ) -> tuple[Any, Params]:
         """Sum over microbatches of what the computation reports, and the reduced gradients.
 
@@ -145,6 +149,7 @@ class Sequential:
             computation: of one microbatch.
             params: stored shards.
             microbatches: arrays with a leading microbatch axis.
+            count: how many of them to compute, from the first on, alike on all devices; None: all.
 
         Returns:
             ``(reports, gradients)``: reports of head and layers, summed over microbatches, not over
@@ -164,9 +169,8 @@ class Sequential:
             g, reports = gradient(trainable(copies), microbatch)
             return plan.after_microbatch(g, layouts), reports
 
-        count = jax.tree.leaves(microbatches)[0].shape[0]
         first = jax.tree.map(lambda a: a[0], microbatches)
-        if count == 1:
+        if count is None and jax.tree.leaves(microbatches)[0].shape[0] == 1:
             grads, reports = one(first)
         else:
             grad_shapes, report_shapes = jax.eval_shape(one, first)
@@ -178,7 +182,17 @@ class Sequential:
             def body(total: Any, microbatch: Any) -> Any:
                 return accumulate(total, one(microbatch)), None
 
-            (grads, reports), _ = lax.scan(body, start, microbatches)
+            if count is None:
+                (grads, reports), _ = lax.scan(body, start, microbatches)
+            else:
+
+                def numbered(i: jax.Array, total: Any) -> Any:
+                    microbatch = jax.tree.map(
+                        lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), microbatches
+                    )
+                    return body(total, microbatch)[0]
+
+                grads, reports = lax.fori_loop(0, count, numbered, start)
         return reports, plan.finish(grads)
 
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:

@@ -13,8 +13,66 @@ from jaxtron.errors import ConfigError
 # tiny: 4 layers, hidden 64, 8 heads in 2 groups, ffn 128, vocabulary 257, sequence 64, 8 rows.
 BASE = {"preset": "tiny"}
 
+DYNAMIC = ["parallel.dynamic_context=true", "data.eod_token=0"] + [
+    f"data.{name}=true" for name in ("reset_attention_mask", "reset_position_ids")
+]
+
 # (overrides, devices, words of the message, overrides that fix it)
 REFUSED = {
+    "dynamic_context_on_a_pipeline": (
+        [*DYNAMIC, "parallel.context=2", "parallel.pipeline=2"],
+        8,
+        ["parallel.dynamic_context", "parallel.pipeline is 2"],
+        ["parallel.pipeline=1"],
+    ),
+    "dynamic_context_of_one_device": (
+        [*DYNAMIC, "parallel.context=1"],
+        8,
+        ["parallel.dynamic_context", "parallel.context is 1"],
+        ["parallel.context=2"],
+    ),
+    "dynamic_context_of_documents_that_see_each_other": (
+        [*DYNAMIC, "parallel.context=2", "data.reset_attention_mask=false"],
+        8,
+        ["parallel.dynamic_context", "data.reset_attention_mask to true"],
+        ["data.reset_attention_mask=true"],
+    ),
+    "dynamic_context_with_the_mean_of_microbatches": (
+        [*DYNAMIC, "parallel.context=2", "loss.reduction=microbatch"],
+        8,
+        ["loss.reduction is microbatch", "parallel.dynamic_context"],
+        ["loss.reduction=token"],
+    ),
+    "dynamic_context_with_microbatches_of_another_kind": (
+        [*DYNAMIC, "parallel.context=2", "train.num_microbatches=2"],
+        8,
+        ["train.num_microbatches is 2", "parallel.max_seqlen_per_dp_cp_rank"],
+        ["train.num_microbatches=null"],
+    ),
+    "dynamic_context_with_rows_shorter_than_a_document": (
+        [*DYNAMIC, "parallel.context=2", "parallel.max_seqlen_per_dp_cp_rank=30"],
+        8,
+        ["30 × parallel.context 2 = 60", "data.seq_length 64", "to 32 or more"],
+        ["parallel.max_seqlen_per_dp_cp_rank=32"],
+    ),
+    "dynamic_context_with_an_odd_share": (
+        [*DYNAMIC, "parallel.context=2", "parallel.max_seqlen_per_dp_cp_rank=33"],
+        8,
+        ["33 tokens of a row", "max_seqlen_per_dp_cp_rank to 34"],
+        ["parallel.max_seqlen_per_dp_cp_rank=34"],
+    ),
+    "dynamic_context_with_too_high_a_least_degree": (
+        [*DYNAMIC, "parallel.context=2", "parallel.min_dynamic_context=4"],
+        8,
+        ["parallel.min_dynamic_context is 4", "parallel.context 2", "2 or less"],
+        ["parallel.min_dynamic_context=2"],
+    ),
+    "a_least_degree_that_nothing_reads": (
+        ["parallel.min_dynamic_context=2"],
+        8,
+        ["parallel.min_dynamic_context is 2", "parallel.dynamic_context is false"],
+        ["parallel.min_dynamic_context=1"],
+    ),
     "heads_not_a_multiple_of_tensor": (
         ["model.num_attention_heads=12", "model.kv_channels=8", "model.num_query_groups=null"]
         + ["parallel.tensor=8"],

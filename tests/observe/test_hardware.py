@@ -1,11 +1,13 @@
 """Peaks by device kind, memory figures, rates."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from jaxtron.observe.flops import FlopsPerToken
+from jaxtron.models.config import ModelConfig
+from jaxtron.observe.flops import FlopsPerToken, flops_per_token, mean_causal_keys_of
 from jaxtron.observe.hardware import memory_figures, peak_tflops
-from jaxtron.observe.throughput import Throughput
+from jaxtron.observe.throughput import Keys, Throughput
 
 
 @pytest.mark.parametrize(
@@ -84,6 +86,30 @@ def test_rates_are_per_device():
         "tflops_per_gpu_full_attention": 250.0,
         "mfu": 0.5,
     }
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_packed_documents_count_like_sequences_of_their_lengths(window):
+    """Documents of 1000, 200 and 50 tokens on one device, each by the formula of whole rows."""
+    lengths = [1000, 200, 50]
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        vocab_size=100,
+        max_position_embeddings=1000,
+        window_size=window,
+    )
+    alone = [flops_per_token(model, n) for n in lengths]
+    causal = float(sum(n * mean_causal_keys_of(jnp.array(n), window) for n in lengths))
+    keys = Keys(causal, float(sum(n * n for n in lengths)))
+    rates = Throughput.of(model, 4096).rates(1250, 1e-6, keys)
+    share = 1e-6 * 1e12 * jax.device_count()
+    total = sum(n * flops.causal for n, flops in zip(lengths, alone))
+    assert rates["tflops_per_gpu"] == pytest.approx(total / share, rel=1e-6)
+    total = sum(n * flops.full_attention for n, flops in zip(lengths, alone))
+    assert rates["tflops_per_gpu_full_attention"] == pytest.approx(total / share, rel=1e-6)
 
 
 def test_without_a_peak_there_is_no_mfu():

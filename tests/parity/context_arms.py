@@ -18,10 +18,23 @@ PACKED = {"eod_token": 0, "reset_attention_mask": True, "reset_position_ids": Tr
 HEADS = {"num_query_groups": 8}
 
 
+# Four axes at once, on 16 devices.
+FOUR_AXES: dict[str, dict[str, Any]] = {
+    "tensor2-pipeline2-context2-fsdp2": {
+        "parallel": {"tensor": 2, "pipeline": 2, "context": 2, "fsdp": 2},
+        "data": PACKED,
+        "train": {"num_microbatches": 4},
+    }
+}
+
+
 def product() -> dict[str, dict[str, Any]]:
-    """{2, 4, 8} x strategies x {alone, tensor 2, fsdp 2, data 2} x {plain, packed}."""
+    """{2, 4, 8} x strategies x {alone, tensor 2, fsdp 2, data 2, pipeline 2} x {plain, packed}.
+
+    A ring does not go with a pipeline.
+    """
     strategies = ("all_gather", "ring", "all_to_all", "hierarchical")
-    others = ({}, {"tensor": 2}, {"fsdp": 2}, {"data": 2})
+    others = ({}, {"tensor": 2}, {"fsdp": 2}, {"data": 2}, {"pipeline": 2})
     arms = {}
     for context, strategy, other, packed in itertools.product(
         (2, 4, 8), strategies, others, (False, True)
@@ -30,6 +43,8 @@ def product() -> dict[str, dict[str, Any]]:
             continue  # has no two groups of two
         if strategy == "all_to_all" and context * other.get("tensor", 1) > 8:
             continue  # has more members than heads
+        if strategy in ("ring", "hierarchical") and "pipeline" in other:
+            continue
         name = "-".join([f"context{context}", strategy, *(f"{a}{n}" for a, n in other.items())])
         parallel = {"context": context, "context_strategy": strategy, **other}
         if strategy == "hierarchical":
@@ -57,7 +72,7 @@ def check_arm(parallel: dict[str, Any], **raw: Any) -> None:
 
 
 if __name__ == "__main__":
-    arms = product()
+    arms = product() | FOUR_AXES
     for name in sys.argv[1:]:
         check_arm(**arms[name])
         print(name, "equals one device", flush=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtron.program import Program
-from tests.parity.context_arms import HEADS, PACKED, check_arm, devices_of, product
+from tests.parity.context_arms import FOUR_AXES, HEADS, PACKED, check_arm, devices_of, product
 from tests.parity.harness import (
     assert_close_leaves,
     initial_state,
@@ -117,6 +117,15 @@ def test_full_product_equals_one_device(arm: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [name for name in product() if not _fits(name, 8)])
 def test_sixteen_devices_equal_one(arm: str) -> None:
+    _check_on_sixteen_devices(arm)
+
+
+@pytest.mark.parametrize("arm", FOUR_AXES)
+def test_four_axes_at_once_equal_one_device(arm: str) -> None:
+    _check_on_sixteen_devices(arm)
+
+
+def _check_on_sixteen_devices(arm: str) -> None:
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=16")
     subprocess.run(
         [sys.executable, "-m", "tests.parity.context_arms", arm],

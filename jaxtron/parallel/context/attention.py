@@ -13,9 +13,9 @@ from jaxtron.kernels.attention import dot_product_attention
 from jaxtron.kernels.attention_spec import AttentionBackend
 from jaxtron.layers.dropout import AttentionDropout
 from jaxtron.layers.inputs import Attend
-from jaxtron.parallel.context.blockwise import AXIS, BlockInputs, Blockwise, blockwise_attention
+from jaxtron.parallel.context.blockwise import BlockInputs, Blockwise, blockwise_attention
 from jaxtron.parallel.context.heads import heads_for_tokens, own_heads, tokens_for_heads
-from jaxtron.parallel.context.layout import ContextLayout
+from jaxtron.parallel.context.layout import AXIS, ContextLayout
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,21 @@ class ContextAttention:
     gather: bool
 
     def place(self, x: np.ndarray) -> np.ndarray:
-        """Put the last axis of an array of rows in the order in which the axis holds it."""
-        if self.layout.size == 1:
+        """Put the last axis of an array of rows in the order in which the axis holds it.
+
+        With several groups a row is those of its groups, side by side.
+        """
+        layout = self.layout
+        if layout.size == 1:
             return x
-        return x[..., self.layout.order(x.shape[-1])]
+        rows = x.reshape(*x.shape[:-1], layout.groups, -1)
+        return rows[..., layout.order(rows.shape[-1])].reshape(x.shape)
 
     def own_positions(self, length: int) -> jax.Array:
-        """Positions in the row, int32 ``[length / context]``, of this device's tokens."""
+        """Positions in the row, int32 ``[length / size]``, of this device's tokens."""
         if self.layout.size == 1:
             return jnp.arange(length, dtype=jnp.int32)
-        return self.layout.positions(length, lax.axis_index(AXIS))
+        return self.layout.positions(length, self.layout.member())
 
     def attend(
         self,
@@ -62,7 +67,9 @@ class ContextAttention:
         """
         layout = self.layout
         if layout.size > 1 and segment_ids is not None:
-            whole = lax.all_gather(segment_ids, AXIS, axis=1, tiled=True)
+            whole = lax.all_gather(
+                segment_ids, AXIS, axis=1, tiled=True, axis_index_groups=layout.sequences()
+            )
             segment_ids = whole[:, np.argsort(layout.order(length))]
         positions = jnp.arange(length, dtype=jnp.int32)
         blockwise = Blockwise(

@@ -31,9 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.kernels.attention_block import BlockKernel, BlockMask, merge
 from jaxtron.layers.dropout import AttentionDropout
-from jaxtron.parallel.context.layout import ContextLayout
-
-AXIS = "context"
+from jaxtron.parallel.context.layout import AXIS, ContextLayout
 
 
 @functools.partial(
@@ -79,7 +77,7 @@ class Blockwise:
 
     def member(self) -> jax.Array:
         """This device's number in its ring."""
-        return lax.axis_index(AXIS) // self.layout.all_to_all
+        return self.layout.member() // self.layout.all_to_all
 
     def send(self, tree: Any) -> Any:
         """Pass arrays on to the next member of the ring."""
@@ -188,7 +186,10 @@ def _other_blocks(
     ring, member = plan.layout.ring, plan.member()
     if ring == 1:
         return
-    block = lax.all_gather((k, v), AXIS) if plan.gather else plan.send((k, v))
+    if plan.gather:
+        block = lax.all_gather((k, v), AXIS, axis_index_groups=plan.layout.sequences())
+    else:
+        block = plan.send((k, v))
     for step in range(1, ring):
         source = (member - step) % ring
         if plan.gather:
@@ -267,7 +268,11 @@ def _backward(plan: Blockwise, residuals: Any, dout: jax.Array) -> Any:
             dk, dv = plan.send((dk, dv))
             dk, dv = dk + block_dk, dv + block_dv
     if plan.gather:
-        dk, dv = (lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=False) for x in totals)
+        groups = plan.layout.sequences()
+        dk, dv = (
+            lax.psum_scatter(x, AXIS, scatter_dimension=0, axis_index_groups=groups, tiled=False)
+            for x in totals
+        )
     elif ring > 1:
         dk, dv = plan.send((dk, dv))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.parallel.context.layout import ContextLayout
-
-AXIS = "context"
+from jaxtron.parallel.context.layout import AXIS, ContextLayout
 
 
 def tokens_for_heads(x: jax.Array, layout: ContextLayout) -> jax.Array:

@@ -7,6 +7,10 @@ has the same number of visible (query, key) pairs (zig-zag; Llama 3, arXiv:2407.
 members together are one member of the ring, and each holds a part of both chunks. Member ``i`` of
 the axis is number ``i % A`` of ring member ``i // A``, so that those who exchange heads are
 neighbours on the mesh.
+
+With dynamic context parallelism the axis may be cut in groups of neighbours, each with a sequence
+of its own (``dynamic.py``). What the axis then holds as one row are the rows of its groups, side by
+side.
 """
 
 from dataclasses import dataclass
@@ -14,8 +18,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxtron.parallel.config import ParallelConfig
+
+AXIS = "context"
 
 
 @dataclass(frozen=True)
@@ -25,15 +32,25 @@ class ContextLayout:
     Attributes:
         ring: R, members between which keys and values travel.
         all_to_all: A, members that exchange heads.
+        groups: sequences side by side on the context axis.
     """
 
     ring: int
     all_to_all: int
+    groups: int = 1
 
     @property
     def size(self) -> int:
-        """Members of the context axis."""
+        """Members that share a sequence; ``groups`` times as many are on the context axis."""
         return self.ring * self.all_to_all
+
+    def member(self) -> jax.Array:
+        """This device's number among those that share its sequence."""
+        return lax.axis_index(AXIS) % self.size
+
+    def group(self) -> jax.Array:
+        """Number of this device's sequence on the axis."""
+        return lax.axis_index(AXIS) // self.size
 
     @property
     def chunks(self) -> int:
@@ -69,25 +86,42 @@ class ContextLayout:
         return (starts[:, None] + jnp.arange(part)).reshape(-1).astype(jnp.int32)
 
     def head_groups(self) -> list[list[int]]:
-        """Members that exchange heads with each other."""
+        """Places on the axis whose members exchange heads with each other."""
         a = self.all_to_all
-        return [list(range(g * a, (g + 1) * a)) for g in range(self.ring)]
+        return [list(range(g * a, (g + 1) * a)) for g in range(self.groups * self.ring)]
+
+    def sequences(self) -> list[list[int]] | None:
+        """Places on the axis that share a sequence; None: all of it."""
+        if self.groups == 1:
+            return None
+        return [list(range(g * self.size, (g + 1) * self.size)) for g in range(self.groups)]
 
     def next_in_ring(self) -> list[tuple[int, int]]:
-        """(from, to) of every member when each sends to the next one of its ring."""
-        return [(i, (i + self.all_to_all) % self.size) for i in range(self.size)]
+        """(from, to) of every place on the axis when each sends to the next one of its ring."""
+        return [
+            (g * self.size + i, g * self.size + (i + self.all_to_all) % self.size)
+            for g in range(self.groups)
+            for i in range(self.size)
+        ]
 
 
-def context_layout(parallel: ParallelConfig, context: int) -> ContextLayout:
+def context_layout(parallel: ParallelConfig, context: int, degree: int = 0) -> ContextLayout:
     """The cut that ``parallel.context_strategy`` makes over an axis of size ``context``.
 
     Keys and values travel between the members of a ring, or are gathered from them; heads are
     exchanged by the others. ``parallel.context_all_to_all`` has been checked.
+
+    Args:
+        parallel: the strategy.
+        context: size of the axis.
+        degree: members that share a sequence, a divisor of ``context``; 0: all. Where it is less
+            than ``context_all_to_all``, all of them exchange heads.
     """
+    degree = degree or context
     exchanging = {
         "all_gather": 1,
         "ring": 1,
-        "all_to_all": context,
-        "hierarchical": parallel.context_all_to_all or 1,
+        "all_to_all": degree,
+        "hierarchical": min(parallel.context_all_to_all or 1, degree),
     }[parallel.context_strategy]
-    return ContextLayout(context // exchanging, exchanging)
+    return ContextLayout(degree // exchanging, exchanging, context // degree)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtron.errors import ConfigError, DataError
+from jaxtron.observe.flops import mean_causal_keys
 
 
 @dataclass(frozen=True, order=True)
@@ -33,18 +34,20 @@ class MenuEntry:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Time of one row on each of its devices.
+    """Time of one row on each of its devices; the unit does not matter.
 
     Attributes:
         linear: everything but attention [seconds per token].
         quadratic: attention [seconds per token squared], causal halves included.
         exchange: transfer of keys and values that is not hidden [seconds per token and member
             beyond the first].
+        window: sliding window of attention, or None.
     """
 
     linear: float
     quadratic: float
     exchange: float = 0.0
+    window: int | None = None
 
     def fixed(self, entry: MenuEntry) -> float:
         """Seconds that a row takes whatever it holds: padding is computed like any token."""
@@ -53,11 +56,11 @@ class CostModel:
 
     def attention(self, length: int, degree: int) -> float:
         """Seconds that attention within one document adds."""
-        return self.quadratic * length**2 / degree
+        return self.quadratic * 2 * length * mean_causal_keys(length, self.window) / degree
 
     def work(self, length: int) -> float:
         """Device seconds that a document needs, however it is placed."""
-        return self.linear * length + self.quadratic * length**2
+        return self.linear * length + self.attention(length, 1)
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,12 @@ class ScheduledMicrobatch:
     seconds: float
 
 
-def default_menu(context: int, tokens_per_device: int) -> tuple[MenuEntry, ...]:
-    """Every power of two up to ``context``, with rows that fill the memory of their devices."""
-    if context < 1 or context & (context - 1):
-        raise ConfigError(f"context degrees are powers of two, but parallel.context is {context}")
-    degrees = [2**i for i in range(context.bit_length())]
+def default_menu(context: int, tokens_per_device: int, least: int = 1) -> tuple[MenuEntry, ...]:
+    """Every power of two from ``least`` to ``context``, with rows that fill their devices."""
+    for name, size in (("context", context), ("min_dynamic_context", least)):
+        if size < 1 or size & (size - 1):
+            raise ConfigError(f"context degrees are powers of two, but parallel.{name} is {size}")
+    degrees = [2**i for i in range(context.bit_length()) if 2**i >= least]
     return tuple(MenuEntry(degree, degree * tokens_per_device) for degree in degrees)
 
 
