@@ -126,7 +126,7 @@ class DynamicProgram:
             lowered[entry] = add.lower(state, total, batches[entry], share)
         update = jax.jit(
             program.apply_gradients,
-            donate_argnums=(0, 1),
+            donate_argnums=0,
             out_shardings=(program.state_shardings, program.replicated),
         )
         lowered["update"] = update.lower(state, total)
