@@ -34,7 +34,7 @@ from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
-from jaxtron.models.decoder import Decoder
+from jaxtron.models.architectures import ARCHITECTURES
 from jaxtron.models.model import Model
 from jaxtron.observe.flops import mean_causal_keys_of
 from jaxtron.optim.clip import clip_by_global_norm
@@ -94,7 +94,8 @@ class Program:
         validate_for_training(config, len(devices))
         self.mesh = make_mesh(self.sizes, devices)
         self.rules = make_rules(config.parallel.rules, self.sizes)
-        self.model: Model = Decoder(config.model) if model is None else model
+        build = ARCHITECTURES[config.model.architecture]
+        self.model: Model = build(config.model) if model is None else model
         self.batch_layout = batch_layout(config, self.sizes)
         self.platform = platform = devices[0].platform
         loop = config.train.layer_loop
@@ -125,6 +126,7 @@ class Program:
             region=self.region,
             data_sharding=parallel.data_sharding,
             reduce_dtype=DTYPES[precision.grad_reduce],
+            accumulate_dtype=DTYPES[precision.grads],
             unroll=unroll,
             fp8=make_fp8_plan(
                 precision,

@@ -9,7 +9,9 @@ from jaxtron.config.fields import key, section
 class ModelConfig:
     """Shape and architecture of a decoder; names are Megatron's where it has one."""
 
-    architecture: Literal["decoder"] = key("decoder", "Model family.")
+    architecture: Literal["decoder"] = key(
+        "decoder", "Model family: a name in jaxtron/models/architectures.py."
+    )
     num_layers: int = key(help="Transformer layers.", ge=1)
     hidden_size: int = key(help="Width of the residual stream.", ge=1)
     ffn_hidden_size: int = key(help="Inner width of the MLP (of each half for gated ones).", ge=1)

@@ -28,6 +28,7 @@ from jaxtron.precision.fp8_weight import (
     trainable,
     weight_gradients,
     with_trainable,
+    zero_gradients,
 )
 
 Params = dict[str, Any]
@@ -46,6 +47,7 @@ class GradientPlan:
         region: the manual region.
         data_sharding: ``parallel.data_sharding``.
         reduce_dtype: dtype of gradient sums over devices.
+        accumulate_dtype: dtype of gradient sums over microbatches.
         unroll: whether the layer loop is unrolled; copies then hold a list of layers.
         fp8: FP8 in the layers, or None.
     """
@@ -54,6 +56,7 @@ class GradientPlan:
     region: Region
     data_sharding: DataSharding
     reduce_dtype: Any
+    accumulate_dtype: Any
     unroll: bool
     fp8: Fp8Plan | None = None
 
@@ -120,7 +123,7 @@ class GradientPlan:
         layouts = self.listed_layouts(len(grads["layers"]))
         if self.data_sharding in ("no_shard", "optim"):
             grads = self.scatter(grads, layouts)
-        grads = weight_gradients(grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), weight_gradients(grads))
         grads = _map(
             lambda lay, g: sum_gradient(g, lay, self.region, self.reduce_dtype), layouts, grads
         )
@@ -175,7 +178,7 @@ class Sequential:
         else:
             grad_shapes, report_shapes = jax.eval_shape(one, first)
             start = (
-                jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), grad_shapes),
+                zero_gradients(grad_shapes, plan.accumulate_dtype),
                 jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), report_shapes),
             )
 

@@ -17,7 +17,11 @@ class PrecisionConfig:
         "fp32", "Format to which the output layer rounds logits; softmax and loss are fp32."
     )
     params: Literal["fp32"] = key("fp32", "Format of the master weights.")
-    grads: Literal["fp32"] = key("fp32", "Format in which gradients are accumulated.")
+    grads: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "Format in which gradients are summed over the microbatches of a step; bf16 takes half the "
+        "memory and rounds every sum.",
+    )
     grad_reduce: Literal["fp32", "bf16"] = key(
         "fp32", "Format in which gradients are summed over devices."
     )

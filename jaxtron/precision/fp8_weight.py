@@ -153,6 +153,18 @@ def accumulate(total: Any, grads: Any) -> Any:
     return jax.tree.map(add, total, grads, is_leaf=is_fp8_gradient)
 
 
+def zero_gradients(shapes: Any, dtype: Any) -> Any:
+    """Where :func:`accumulate` starts: gradients in ``dtype``, what was measured in fp32."""
+
+    def zero(shape: Any) -> Any:
+        if not is_fp8_gradient(shape):
+            return jnp.zeros(shape.shape, dtype)
+        amax = None if shape.amax is None else jnp.zeros(shape.amax.shape, jnp.float32)
+        return Fp8Gradient(jnp.zeros(shape.weight.shape, dtype), amax)
+
+    return jax.tree.map(zero, shapes, is_leaf=is_fp8_gradient)
+
+
 def weight_gradients(grads: Any) -> Any:
     """Gradients of weights alone, one array each."""
     return jax.tree.map(

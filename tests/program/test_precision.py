@@ -13,14 +13,18 @@ from tests.program.scans import scans
 
 
 def program_for(
-    compute: str, parallel: dict[str, Any] | None = None, devices: int = 1, **train: Any
+    compute: str,
+    parallel: dict[str, Any] | None = None,
+    devices: int = 1,
+    grads: str = "fp32",
+    **train: Any,
 ) -> Program:
     config = make_config(
         model={"num_layers": 1},
         parallel=parallel,
         train={"global_batch_size": 8, **train},
         optimizer={"name": "adamw"},
-        precision={"compute": compute},
+        precision={"compute": compute, "grads": grads},
     )
     return Program(config, jax.devices()[:devices])
 
@@ -40,17 +44,18 @@ def test_bf16_loss_is_close_to_fp32_and_the_state_stays_fp32() -> None:
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], atol=3e-2)
 
 
-def gradients_of_equal_microbatches(level: str, count: int) -> Any:
+def gradients_of_equal_microbatches(level: str, count: int, grads: str = "fp32") -> Any:
     program = program_for(
         "bf16",
         {"fsdp": 1, "data_sharding": level},
+        grads=grads,
         global_batch_size=count,
         num_microbatches=count,
     )
     row = make_batch(make_config(), ragged=False)
     batch = {name: np.repeat(array[:1], count, axis=0) for name, array in row.items()}
-    grads = jax.jit(program.loss_and_gradients)(random_params(program), rows_of(program, batch))[2]
-    return jax.tree.map(np.asarray, grads)
+    result = jax.jit(program.loss_and_gradients)(random_params(program), rows_of(program, batch))
+    return jax.tree.map(np.asarray, result[2])
 
 
 def test_gradients_are_accumulated_in_fp32() -> None:
@@ -67,6 +72,19 @@ def test_gradients_are_accumulated_in_fp32() -> None:
                 np.testing.assert_array_equal(many, one, err_msg=jax.tree_util.keystr(path))
             else:
                 np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-8)
+
+
+def test_precision_grads_bf16_rounds_every_sum_over_microbatches() -> None:
+    """64 equal microbatches, as above, against a sum in NumPy that is rounded to bf16 each time."""
+    ones = gradients_of_equal_microbatches("optim", 1)["layers"]["mlp"]["down"]
+    for level in ("optim", "optim_grads"):
+        grads = gradients_of_equal_microbatches(level, 64, grads="bf16")
+        total = np.zeros_like(ones)
+        for _ in range(64):
+            total = np.asarray(jnp.asarray(total + ones / 64, jnp.bfloat16), np.float32)
+        many = grads["layers"]["mlp"]["down"]
+        assert many.dtype == np.float32 and not np.array_equal(many, ones)
+        np.testing.assert_array_equal(many, total)
 
 
 def test_every_float_carried_over_microbatches_is_fp32() -> None:

@@ -20,13 +20,17 @@ from tests.trainer.runs import (
 )
 from tests.trainer.sources import ragged
 
-LAYOUTS = [
-    ("1 device", 1),
-    ("1 device", 4),
-    ("data 8", 1),
-    ("fsdp 8", 1),
-    ("tensor 8", 2),
-    ("data 2 x fsdp 2 x tensor 2", 2),
+LAYOUTS: list[tuple[dict, int]] = [
+    ({}, 1),
+    ({}, 4),
+    ({"data": 8}, 1),
+    ({"fsdp": 8}, 1),
+    ({"tensor": 8}, 2),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    ({"context": 4, "context_strategy": "ring"}, 1),
+    ({"fsdp": 2, "context": 2, "context_strategy": "all_to_all"}, 2),
+    ({"pipeline": 2}, 4),
+    ({"pipeline": 2, "tensor": 2, "context": 2}, 2),
 ]
 
 
@@ -83,22 +87,22 @@ def expected(trainer, state, valid_rows):
 def test_every_layout_reports_the_mean_over_the_rows(tmp_path):
     """3 rows are less than a global batch of 8, 11 are more; the rest of a batch is padding."""
     results = {}
-    for mesh, microbatches in LAYOUTS:
+    for parallel, microbatches in LAYOUTS:
         for valid_rows in (3, 8, 11):
             trainer = make_trainer(
                 ragged_config(
                     tmp_path,
                     valid_rows,
-                    parallel=MESHES[mesh],
+                    parallel=parallel,
                     train={"num_microbatches": microbatches},
                 )
             )
             state = trainer.program.init_state()
-            if mesh == "1 device" and microbatches == 1:
+            if not parallel and microbatches == 1:
                 results[valid_rows] = expected(trainer, state, valid_rows)
             loss, tokens = evaluate(trainer, state)
             assert tokens == results[valid_rows][1] == sum(r % SEQ + 1 for r in range(valid_rows))
-            assert math.isclose(loss, results[valid_rows][0], rel_tol=1e-6), (mesh, valid_rows)
+            assert math.isclose(loss, results[valid_rows][0], rel_tol=1e-6), (parallel, valid_rows)
 
 
 def test_an_evaluation_between_two_steps_changes_nothing(tmp_path):

@@ -31,7 +31,7 @@ from jaxtron.parallel.pipeline.layout import Placement
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
 from jaxtron.parallel.pipeline.schedule import Schedule, forward_schedule
 from jaxtron.parallel.pipeline.table import head_gradients_wait, programs, tick_table
-from jaxtron.precision.fp8_weight import accumulate, trainable, with_trainable
+from jaxtron.precision.fp8_weight import accumulate, trainable, with_trainable, zero_gradients
 
 AXIS = "pipeline"
 
@@ -167,7 +167,7 @@ class _Step:
         if not self.training:
             return ()
         shapes = jax.eval_shape(lambda: self.plan.after_microbatch(trainable(copies), layouts))
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
+        return zero_gradients(shapes, self.plan.accumulate_dtype)
 
     def _side(self, microbatch: jax.Array) -> Any:
         """Side arrays of a microbatch, given by its number."""
