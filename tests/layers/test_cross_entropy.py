@@ -93,3 +93,23 @@ def test_masked_tokens_do_not_leak_whatever_their_values(
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, e)
     assert np.all(np.asarray(actual[1][0])[3] == 0)
+
+
+def test_chunks_keep_the_logits_of_all_tokens_out_of_memory() -> None:
+    """Temporary bytes of loss and gradients: below half of the logits of 4,096 tokens."""
+    tokens, vocab, width = 4096, 2048, 16
+    shapes = (
+        jax.ShapeDtypeStruct((tokens, width), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, width), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+        jax.ShapeDtypeStruct((tokens,), jnp.float32),
+    )
+
+    def temporary(chunk: int) -> int:
+        ce = CrossEntropy(REGION, vocab, chunk_tokens=chunk)
+        gradients = jax.grad(lambda *a: ce(*a)[0], argnums=(0, 1))
+        return int(jax.jit(gradients).lower(*shapes).compile().memory_analysis().temp_size_in_bytes)
+
+    logits = 4 * tokens * vocab
+    assert temporary(tokens) > logits
+    assert temporary(256) < logits / 2

@@ -32,30 +32,27 @@ def measured(folder):
     return [{key: record[key] for key in MEASURED} for record in steps(folder)]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "model"),
-    [
-        pytest.param({"fsdp": 8, "data_sharding": "optim"}, {}, id="optim"),
-        pytest.param({"fsdp": 8, "data_sharding": "optim_grads_params"}, {}, id="params"),
-        pytest.param({}, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, id="dropout"),
-    ],
-)
-def test_six_steps_are_three_and_three_bit_by_bit(tmp_path, parallel, model):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sections = {"parallel": parallel, "model": model}
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_six_steps_are_three_and_three_and_two_and_two_and_two_bit_by_bit(tmp_path, level):
+    """With dropout, whose masks go on where they were."""
+    whole = tmp_path / "whole"
+    sections = {
+        "parallel": {"fsdp": 2, "data_sharding": level},
+        "model": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    }
     assert train(whole, **sections).reason == "finished"
-
-    first = train(parts, **sections, train={"exit_interval": 3})
-    assert (first.step, first.reason) == (3, "exit_interval")
-    second = train(parts, **sections, train={"exit_interval": 3})
-    assert (second.step, second.reason) == (6, "finished")
-
-    assert measured(parts) == measured(whole)
-    assert [record["step"] for record in records(parts)] == [1, 2, 3, 4, 5, 6]
     digests = saved_digests(whole, 6)
     assert any("/mu/" in name for name in digests) and any("/nu/" in name for name in digests)
-    assert saved_digests(parts, 6) == digests
-    assert saved_digests(parts, 3) != digests
+    for interval in (3, 2):
+        parts = tmp_path / f"parts of {interval}"
+        for end in range(interval, 7, interval):
+            result = train(parts, **sections, train={"exit_interval": interval})
+            reason = "finished" if end == 6 else "exit_interval"
+            assert (result.step, result.reason) == (end, reason)
+        assert measured(parts) == measured(whole)
+        assert [record["step"] for record in records(parts)] == [1, 2, 3, 4, 5, 6]
+        assert saved_digests(parts, 6) == digests
+        assert saved_digests(parts, interval) != digests
 
 
 def test_losses_differ_between_steps_and_data_is_read_on(tmp_path):
