@@ -370,6 +370,7 @@ class Program:
             config.train.recompute_method,
             config.train.recompute_num_layers,
             self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
+            self.sizes["pipeline"] > 1,
         )
         cross_entropy = CrossEntropy(
             region=self.region,

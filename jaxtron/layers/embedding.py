@@ -1,5 +1,7 @@
 """Token and position embeddings, split over the vocabulary."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,6 +9,36 @@ from flax import nnx
 from jaxtron.layers.parameter import normal
 from jaxtron.models.config import ModelConfig
 from jaxtron.parallel.region import Region
+
+
+@jax.custom_vjp
+def rows_of(weight: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows ``[..., h]`` of ``weight [rows, h]``; zeros where ``index`` lies outside.
+
+    The gradient is summed in fp32: in bf16 a token that comes hundreds of times in a microbatch
+    would stop counting.
+    """
+    return weight.at[_inside(index, len(weight))].get(mode="fill", fill_value=0)
+
+
+def _inside(index: jax.Array, rows: int) -> jax.Array:
+    """``index`` with negative numbers, which would count from the end, moved behind it."""
+    return jnp.where(index < 0, rows, index)
+
+
+def _rows_forward(weight: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+    # an empty slice carries the weight's shape and dtype
+    return rows_of(weight, index), (index, weight[:, :0])
+
+
+def _rows_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    index, empty = residuals
+    total = jnp.zeros((len(empty), g.shape[-1]), jnp.float32)
+    total = total.at[_inside(index, len(empty))].add(g.astype(jnp.float32), mode="drop")
+    return total.astype(empty.dtype), None
+
+
+rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 class Embedding(nnx.Module):
@@ -39,10 +71,7 @@ class Embedding(nnx.Module):
             region: the manual region.
         """
         word = self.word[...]
-        rows = word.shape[0]
-        local = tokens - region.vocab_start(rows)
-        mine = (local >= 0) & (local < rows)
-        x = jnp.where(mine[..., None], word[jnp.clip(local, 0, rows - 1)], 0)
+        x = rows_of(word, tokens - region.vocab_start(word.shape[0]))
         return region.reduce_sequence(x)
 
     def __call__(self, x: jax.Array, positions: jax.Array, region: Region) -> jax.Array:

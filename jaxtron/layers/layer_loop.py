@@ -51,7 +51,10 @@ def run_layers(
     for where, recompute in parts:
         if where:
             wrapped = remat_layer(
-                layer, recompute, drop_gathered=remat.drop_gathered, in_scan=scanned
+                layer,
+                recompute,
+                drop_gathered=remat.drop_gathered,
+                apart=scanned or remat.passes_apart,
             )
             outputs.append(_loop(wrapped, x, _cut(layers, where), _cut(numbers, where)))
             x = outputs[-1].x
@@ -104,8 +107,9 @@ def _run_groups(
     total = len(numbers)
     scanned = not isinstance(layers, list)
     wrap = functools.partial(remat_layer, drop_gathered=remat.drop_gathered)
-    layer = wrap(layer, "none", in_scan=scanned)
-    group = wrap(functools.partial(_loop, layer), "full", in_scan=scanned)
+    apart = scanned or remat.passes_apart
+    layer = wrap(layer, "none", apart=apart)
+    group = wrap(functools.partial(_loop, layer), "full", apart=apart)
     outputs = []
     start = 0
     if scanned:
@@ -121,7 +125,7 @@ def _run_groups(
         (x, piece), report = lax.scan(body, (x, jnp.zeros(())), stacked)
         report = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), report)
         outputs.append(LayerOutput(x, piece, report))
-        group = wrap(functools.partial(_loop, layer), "full", in_scan=False)
+        group = wrap(functools.partial(_loop, layer), "full", apart=remat.passes_apart)
     for first in range(start, total, size):
         where = range(first, min(first + size, total))
         outputs.append(group(x, _cut(layers, where), _cut(numbers, where)))

@@ -44,12 +44,15 @@ class Remat:
         method: ``train.recompute_method``.
         num_layers: ``train.recompute_num_layers``.
         drop_gathered: gather ZeRO-3 weights again in the backward pass instead of keeping them.
+        passes_apart: whether forward and backward pass of the layers are never in one stretch of
+            the program (on a pipeline the residuals go through a buffer).
     """
 
     recompute: Recompute = "none"
     method: RecomputeMethod | None = None
     num_layers: int | None = None
     drop_gathered: bool = False
+    passes_apart: bool = False
 
 
 def save_arithmetic(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -109,16 +112,17 @@ def recompute_all(*, drop_gathered: bool) -> Policy:
     return jax.checkpoint_policies.save_only_these_names(GATHERED_WEIGHT)
 
 
-def remat_layer(layer: F, recompute: Recompute, *, drop_gathered: bool, in_scan: bool) -> F:
+def remat_layer(layer: F, recompute: Recompute, *, drop_gathered: bool, apart: bool) -> F:
     """Wrap a layer function ``(x, weights, ...) -> x`` with the rematerialisation it needs.
 
     Args:
         layer: the function; for ``full`` it may be several layers.
         recompute: ``train.recompute``; ``selective`` is applied inside the layer.
         drop_gathered: gather ZeRO-3 weights again in the backward pass instead of keeping them.
-        in_scan: whether the function is the body of a scan. Only there may common-subexpression
-            elimination be left on: elsewhere it would merge the recomputation with the original,
-            and drop an offload.
+        apart: whether the function's forward and backward pass are apart in the program, as in the
+            bodies of a scan. Only then may common-subexpression elimination be left on: elsewhere
+            it would merge the recomputation with the original, and drop an offload. What keeps it
+            off also keeps XLA from reading residuals where they lie.
     """
     policy: Policy
     if recompute == "full":
@@ -129,4 +133,4 @@ def remat_layer(layer: F, recompute: Recompute, *, drop_gathered: bool, in_scan:
         policy = save_arithmetic
     else:
         return layer
-    return jax.checkpoint(layer, policy=policy, prevent_cse=not in_scan)  # type: ignore[return-value]
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not apart)  # type: ignore[return-value]

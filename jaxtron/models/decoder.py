@@ -168,7 +168,8 @@ class Decoder:
             remat: what the backward pass computes again.
         """
         if remat.recompute == "selective":
-            inputs = replace(inputs, attend=jax.checkpoint(inputs.attend))
+            attend = jax.checkpoint(inputs.attend, prevent_cse=not remat.passes_apart)
+            inputs = replace(inputs, attend=attend)
 
         def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
             number = number + len(self._dense)

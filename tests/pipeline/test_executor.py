@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
+from jaxtron.parallel.pipeline.table import programs, tick_table
 from jaxtron.program import Program
 from tests.parity.harness import make_batch, make_config, rows_of
 
@@ -58,16 +59,21 @@ def equations(jaxpr: Any) -> Any:
 
 
 def ring_of(program: Program) -> list[Any]:
-    """Abstract values of the residual buffer, from the carry of the scan over ticks."""
+    """Abstract values of the residual buffer, from the carry of the last phase that forwards."""
     jaxpr = jax.make_jaxpr(program.loss_and_gradients)(*arguments(program)).jaxpr
-    ticks = len(program.executor.schedule.ticks) + 1
-    [scan] = [
-        e for e in equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == ticks
+    scans = [e for e in equations(jaxpr) if e.primitive.name == "scan"]
+    *_, scan, _ = [
+        e for e in scans if any(i.primitive.name == "ppermute" for i in equations(inner(e)))
     ]
-    start = scan.params["num_consts"]
-    carry = [v.aval for v in scan.invars[start : start + scan.params["num_carry"]]]
-    slots = max(program.executor.schedule.slots)
-    return [a for a in carry if a.ndim > 1 and a.shape[0] == slots]
+    executor = program.executor
+    table = tick_table(executor.schedule, programs(executor.placement))
+    slots = 1 + table["f_slot"].max()
+    results = [v.aval for v in scan.outvars]
+    return [a for a in results if a.ndim > 1 and a.shape[0] == slots]
+
+
+def inner(scan: Any) -> Any:
+    return getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
 
 
 @pytest.mark.parametrize("loop", ["unroll", "scan"])
@@ -101,8 +107,8 @@ def test_a_slot_of_the_ring_costs_the_bytes_of_its_residuals() -> None:
     ring = ring_of(make(12))
     slot = sum(math.prod(a.shape[1:]) * a.dtype.itemsize for a in ring)
     grown = temporary_bytes(make(16)) - temporary_bytes(make(12))
-    # XLA leaves out a little: arrays that are equal, or that it can have more cheaply
-    assert 0.9 * 4 * slot <= grown <= 1.05 * 4 * slot
+    # XLA leaves out arrays that are equal; the zeros of equal shapes are made once, and copied
+    assert 0.9 * 4 * slot <= grown <= 1.1 * 4 * slot
 
 
 def test_residuals_come_back_from_their_slot() -> None:

@@ -1,12 +1,17 @@
-"""Runs any schedule: one scan over its ticks, inside the manual region.
+"""Runs any schedule: a scan over the ticks of each of its phases, inside the manual region.
 
-All stages go through the ticks together. What a stage does in a tick is a branch that only its own
-devices take; what crosses stages stands outside of such branches:
+All stages go through the ticks together, and a phase (forwards alone, both, backwards alone) has
+nothing but its halves in it: a stage without a unit in a tick computes along with the others, whom
+it would have to wait for anyway, and its results are dropped. So all devices run the same straight
+code, and XLA sees which sends and sums can travel beside which computation:
 
-- activations and gradients move on by collective-permutes (a permute inside a branch that only some
-  devices take would wait for the others for ever);
+- activations and gradients move on by collective-permutes;
 - embedding and output layer are spread over the stages (their vocabulary is): all stages take the
-  loss of the microbatch whose last layer was just computed, in a branch that they take together.
+  loss of the microbatch whose last layer was just computed.
+
+A branch is left where stages differ in what they compute: with several chunks, or uneven layers,
+the stretch of layers is chosen by a switch that only a stage's own devices take. What crosses
+stages stands outside of it (a permute inside would wait for the other devices for ever).
 
 What the start of a tick can know travels while its forward pass computes: the gradients of the tick
 before, to the stage before and to the embedding, and the embedding of the microbatch that enters in
@@ -30,7 +35,13 @@ from jaxtron.parallel.microbatches import GradientPlan, Params
 from jaxtron.parallel.pipeline.layout import Placement
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
 from jaxtron.parallel.pipeline.schedule import Schedule, forward_schedule
-from jaxtron.parallel.pipeline.table import head_gradients_wait, programs, tick_table
+from jaxtron.parallel.pipeline.table import (
+    Phase,
+    head_gradients_wait,
+    phases,
+    programs,
+    tick_table,
+)
 from jaxtron.precision.fp8_weight import accumulate, trainable, with_trainable, zero_gradients
 
 AXIS = "pipeline"
@@ -118,14 +129,15 @@ class _Step:
         # sliced once, here: inside the loop a slice would count among the residuals
         self.weights = [self._cut(self.layers, *where) for where in self.programs.stretches]
         self.stretches = [Stretch() for _ in self.weights]
-        self.ring = Ring(max(schedule.slots) if training else 0)
+        self.table = tick_table(schedule, self.programs)
+        self.ring = Ring(1 + int(self.table["f_slot"].max()) if training else 0)
         self.stage = lax.axis_index(AXIS)
         self.waits = training and head_gradients_wait(schedule)
 
     # -- set-up --------------------------------------------------------------------------------
 
     def run(self) -> _Carry:
-        """All ticks."""
+        """All ticks, phase by phase."""
         side = self._side(jnp.int32(0))
         word = self.computation.lookup(self.rest, side)
         # every schedule forwards the first microbatch in its first tick
@@ -133,8 +145,7 @@ class _Step:
         self.zero_x, self.zero_word = jnp.zeros_like(x), jnp.zeros_like(word)
         head_report = jax.eval_shape(lambda: self.computation.head(self.rest, side, self.zero_x)[1])
         layer_report = self._shapes(side)
-        table = {k: jnp.asarray(v) for k, v in tick_table(self.schedule, self.programs).items()}
-        start = _Carry(
+        carry = _Carry(
             x=x,
             g=self.zero_x if self.training else (),
             ring=self.ring.zeros(),
@@ -144,8 +155,10 @@ class _Step:
             head_report=jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), head_report),
             layer_report=layer_report,
         )
-        carry, _ = lax.scan(self._tick, start, table)
-        return carry
+        for phase in phases(self.schedule, self.table):
+            rows = {k: jnp.asarray(v) for k, v in phase.table.items()}
+            carry, _ = lax.scan(functools.partial(self._tick, phase), carry, rows)
+        return self._last_embedding_gradient(carry) if self.training else carry
 
     def _shapes(self, side: Any) -> Any:
         """Lay out the ring buffer; returns empty reports of the stage's layers."""
@@ -187,59 +200,83 @@ class _Step:
 
     # -- one tick ------------------------------------------------------------------------------
 
-    def _tick(self, carry: _Carry, row: dict[str, jax.Array]) -> tuple[_Carry, None]:
+    def _tick(self, phase: Phase, carry: _Carry, row: dict[str, jax.Array]) -> tuple[_Carry, None]:
         own = {k: v[self.stage] if v.ndim else v for k, v in row.items()}
-        entering = self._side(own["enters"])
-        word = self.computation.lookup(self.rest, entering)
-        received: Any = None
-        at_embedding = word_g = received
-        if self.training:
-            received, at_embedding, word, word_g = self._move_gradients(word, carry.g, own)
-        else:
-            word = lax.psum(word, AXIS)
-        y, ring, layer_report = self._forward(carry, own)
-        last = lax.psum(jnp.where(own["f_ends"], y, 0), AXIS)
-        embedded = self.computation.embed(self.rest, entering, word)
-        x = jnp.where(own["next_begins"], embedded, self._send(y, +1))
-        carry = carry._replace(x=x, ring=ring, layer_report=layer_report)
-        carry, last_g = self._head(last, carry, own)
-        if self.training:
-            last_g = lax.psum(last_g, AXIS)
-            carry = self._embedding_gradient(at_embedding, word_g, carry, own)
+        leaves = phase.backward and phase.share("left") > 0
+        received: Any = self._send(carry.g, -1) if phase.backward else None
+        at_embedding: Any = jnp.where(own["last_begins"], carry.g, 0) if leaves else None
+        words = self._words(phase, at_embedding, own)
+        last_g: Any = None
+        if phase.forward:
+            y, carry = self._forward(carry, own)
+            embedded = self.computation.embed(self.rest, self._side(own["enters"]), words[-1])
+            x = jnp.where(own["next_begins"], embedded, self._send(y, +1))
+            carry, last_g = self._head(phase, y, carry._replace(x=x), own)
+        if leaves:
+            carry = self._embedding_gradient(phase, at_embedding, words[0], carry, own)
+        if phase.backward:
             carry = self._backward(received, last_g, carry, own)
         return carry, None
 
-    def _move_gradients(self, word: jax.Array, g: jax.Array, own: dict[str, jax.Array]) -> Any:
-        """Send the gradients of the tick before on their way.
+    def _words(self, phase: Phase, at_embedding: Any, own: dict[str, jax.Array]) -> Any:
+        """Summed over the stages: gradient of the words that left, words of those that enter."""
 
-        Returns ``(gradient of this tick's output, gradient at the embedding on the first stage,
-        summed word, summed gradient of the words embedded before)``.
-        """
-        received = self._send(g, -1)
-        left = self._side(own["left"])
-        at_embedding = jnp.where(own["last_begins"], g, 0)
-        _, of_word = jax.vjp(lambda x: self.computation.embed(self.rest, left, x), self.zero_word)
-        # The barrier has the permute done before the sum, which goes first in the tick: left to
-        # itself, XLA would start the permute only where its result is needed.
-        received, word = lax.optimization_barrier((received, word))
-        word, word_g = lax.psum((word, *of_word(at_embedding)), AXIS)
-        return received, at_embedding, word, word_g
+        def total() -> Any:
+            words = []
+            if at_embedding is not None:
+                words.append(self._word_gradient(at_embedding, own["left"]))
+            if phase.forward:
+                words.append(self.computation.lookup(self.rest, self._side(own["enters"])))
+            return lax.psum(words, AXIS)
+
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(total))
+        needed = (own["left"] >= 0) | (own["enters"] >= 0)
+        return _often(phase.share("left", "enters"), needed, total, none)
+
+    def _word_gradient(self, at_embedding: jax.Array, microbatch: jax.Array) -> jax.Array:
+        """Gradient of the summed words of a microbatch, on the first stage."""
+        side = self._side(microbatch)
+        _, of_word = jax.vjp(lambda x: self.computation.embed(self.rest, side, x), self.zero_word)
+        (word_g,) = of_word(at_embedding)
+        return word_g
 
     def _embedding_gradient(
-        self, at_embedding: Any, word_g: Any, carry: _Carry, own: dict[str, jax.Array]
+        self,
+        phase: Phase,
+        at_embedding: jax.Array,
+        word_g: jax.Array,
+        carry: _Carry,
+        own: dict[str, jax.Array],
     ) -> _Carry:
         """Add the embedding's gradients of the microbatch that left in the tick before."""
-        left = self._side(own["left"])
+        add = functools.partial(
+            self._add_embedding_gradient, at_embedding, word_g, own["left"], carry.rest
+        )
+        # without one, they are zeros
+        return carry._replace(rest=_often(phase.share("left"), own["left"] >= 0, add, carry.rest))
 
-        def accumulate() -> Any:
-            def both(rest: Any) -> Any:
-                embed, lookup = self.computation.embed, self.computation.lookup
-                return embed(rest, left, self.zero_word), lookup(rest, left)
+    def _add_embedding_gradient(
+        self, at_embedding: jax.Array, word_g: jax.Array, microbatch: jax.Array, total: Any
+    ) -> Any:
+        side = self._side(microbatch)
 
-            (g_rest,) = jax.vjp(both, self.rest)[1]((at_embedding, word_g))
-            return self._accumulate(carry.rest, g_rest, self.rest_layouts)
+        def both(rest: Any) -> Any:
+            embed, lookup = self.computation.embed, self.computation.lookup
+            return embed(rest, side, self.zero_word), lookup(rest, side)
 
-        return carry._replace(rest=lax.cond(own["left"] >= 0, accumulate, lambda: carry.rest))
+        (g_rest,) = jax.vjp(both, self.rest)[1]((at_embedding, word_g))
+        return self._accumulate(total, g_rest, self.rest_layouts)
+
+    def _last_embedding_gradient(self, carry: _Carry) -> _Carry:
+        """That of the microbatch that leaves in the last tick, after it."""
+        [microbatch] = {
+            row.backward.microbatch for row in self.schedule.ticks[-1] if row.backward is not None
+        }
+        at_embedding = jnp.where(self.stage == 0, carry.g, 0)
+        number = jnp.int32(microbatch)
+        word_g = lax.psum(self._word_gradient(at_embedding, number), AXIS)
+        rest = self._add_embedding_gradient(at_embedding, word_g, number, carry.rest)
+        return carry._replace(rest=rest)
 
     def _send(self, x: jax.Array, step: int) -> jax.Array:
         """Hand ``x`` to the next stage (step 1) or the previous one (step -1)."""
@@ -265,83 +302,98 @@ class _Step:
         (y, _), report, kept = self.stretches[k].forward(function, (part, x), known)
         return y, report, kept
 
-    def _forward(self, carry: _Carry, own: dict[str, jax.Array]) -> Any:
-        x = carry.x
+    def _choose(self, stretch: jax.Array, run: Callable[[int], Any]) -> Any:
+        """``run(k)`` for this stage's stretch, in a branch of its own where stages differ."""
+        if len(self.weights) == 1:
+            return run(0)
+        return lax.switch(stretch, [functools.partial(run, k) for k in range(len(self.weights))])
+
+    def _forward(self, carry: _Carry, own: dict[str, jax.Array]) -> tuple[jax.Array, _Carry]:
+        """Output of a unit; its residuals and reports go into ``carry``."""
         side = self._side(own["f_microbatch"])
 
-        def branch(k: int) -> Callable[[], Any]:
+        def run(k: int) -> Any:
             start, count = self.programs.stretches[k]
+            if count == 0:
+                return carry.x, carry.ring, carry.layer_report
+            y, report, kept = self._linearise(k, carry.x, side, own["f_first"])
+            ring = write(carry.ring, self.stretches[k], kept, own["f_slot"])
+            report = _where(own["f_works"], report)
+            total = jax.tree.map(functools.partial(_add_at, start), carry.layer_report, report)
+            return y, ring, total
 
-            def run() -> Any:
-                if count == 0:
-                    return x, carry.ring, carry.layer_report
-                y, report, kept = self._linearise(k, x, side, own["f_first"])
-                ring = write(carry.ring, self.stretches[k], kept, own["f_slot"])
-                total = jax.tree.map(functools.partial(_add_at, start), carry.layer_report, report)
-                return y, ring, total
+        y, ring, layer_report = self._choose(own["f_stretch"], run)
+        return y, carry._replace(ring=ring, layer_report=layer_report)
 
-            return run
+    def _head(
+        self, phase: Phase, y: jax.Array, carry: _Carry, own: dict[str, jax.Array]
+    ) -> tuple[_Carry, Any]:
+        """Loss of the microbatch that leaves the last stage as ``y``, on all stages together.
 
-        idle = lambda: (self.zero_x, carry.ring, carry.layer_report)  # noqa: E731
-        return lax.switch(own["f_branch"], [idle, *map(branch, range(len(self.weights)))])
-
-    def _head(self, x: jax.Array, carry: _Carry, own: dict[str, jax.Array]) -> Any:
-        """Loss of the microbatch that has left the last stage, on all stages together.
-
-        Returns ``(carry, gradient of x)``; the latter is this stage's share.
+        Returns ``(carry, gradient of y)``; the latter is None where no backward can need it.
         """
 
         def objective(rest: Any, x: jax.Array) -> Any:
             return self.computation.head(rest, self._side(own["head"]), x)
 
         def evaluate() -> Any:
+            x = lax.psum(jnp.where(own["f_ends"], y, 0), AXIS)
             if not self.training:
                 report = objective(self.rest, x)[1]
-                return jax.tree.map(jnp.add, carry.head_report, report), (), ()
+                return jax.tree.map(jnp.add, carry.head_report, report), (), None
             value, vjp, report = jax.vjp(objective, self.rest, x, has_aux=True)
             g_rest, g_x = vjp(jnp.ones_like(value))
             return (
                 jax.tree.map(jnp.add, carry.head_report, report),
                 self._accumulate(carry.rest, g_rest, self.rest_layouts),
-                g_x,
+                lax.psum(g_x, AXIS),
             )
 
-        skip = lambda: (carry.head_report, carry.rest, self.zero_x if self.training else ())  # noqa: E731
-        head_report, rest, g = lax.cond(own["head"] >= 0, evaluate, skip)
-        return carry._replace(head_report=head_report, rest=rest), g
+        share = phase.share("head")
+        if share == 0:
+            return carry, None
+        none = (carry.head_report, carry.rest, self.zero_x if self.training else None)
+        head_report, rest, g = (
+            evaluate() if share == 1 else lax.cond(own["head"] >= 0, evaluate, lambda: none)
+        )
+        carry = carry._replace(head_report=head_report, rest=rest)
+        if self.waits:
+            # a slot is written by the unit's forward and read by its backward, in this tick at once
+            old = lax.dynamic_index_in_dim(carry.head_g, own["f_slot"], 0, keepdims=False)
+            new = jnp.where(own["f_ends"], g, old)
+            head_g = lax.dynamic_update_index_in_dim(carry.head_g, new, own["f_slot"], 0)
+            carry = carry._replace(head_g=head_g)
+        return carry, g
 
     def _backward(
-        self, received: jax.Array, last_g: jax.Array, carry: _Carry, own: dict[str, jax.Array]
+        self,
+        received: jax.Array,
+        last_g: jax.Array | None,
+        carry: _Carry,
+        own: dict[str, jax.Array],
     ) -> _Carry:
         """Gradients of a unit."""
+        g = received
         if self.waits:
-            slot = own["f_slot"]
-            old = lax.dynamic_index_in_dim(carry.head_g, slot, 0, keepdims=False)
-            new = jnp.where(own["f_ends"], last_g, old)
-            head_g = lax.dynamic_update_index_in_dim(carry.head_g, new, slot, 0)
-            carry = carry._replace(head_g=head_g)
-            last_g = lax.dynamic_index_in_dim(head_g, own["b_slot"], 0, keepdims=False)
-        g = jnp.where(own["b_ends"], last_g, received)
+            last_g = lax.dynamic_index_in_dim(carry.head_g, own["b_slot"], 0, keepdims=False)
+        if last_g is not None:
+            g = jnp.where(own["b_ends"], last_g, received)
         side = self._side(own["b_microbatch"])
 
-        def branch(k: int) -> Callable[[], Any]:
+        def run(k: int) -> Any:
             start, count = self.programs.stretches[k]
+            if count == 0:
+                return g, carry.layers
+            stretch = self.stretches[k]
+            known = jax.tree.leaves((self.weights[k], side))
+            kept = read(carry.ring, stretch, own["b_slot"])
+            g_weights, g_x = stretch.backward((g, jnp.float32(1)), known, kept)
+            old = self._cut(carry.layers, start, count)
+            layouts = self._cut_layouts(start, count)
+            new = self._accumulate(old, _where(own["b_works"], g_weights), layouts)
+            return g_x, _put(carry.layers, new, start, count)
 
-            def run() -> Any:
-                if count == 0:
-                    return g, carry.layers
-                stretch = self.stretches[k]
-                known = jax.tree.leaves((self.weights[k], side))
-                kept = read(carry.ring, stretch, own["b_slot"])
-                g_weights, g_x = stretch.backward((g, jnp.float32(1)), known, kept)
-                old = self._cut(carry.layers, start, count)
-                new = self._accumulate(old, g_weights, self._cut_layouts(start, count))
-                return g_x, _put(carry.layers, new, start, count)
-
-            return run
-
-        idle = lambda: (self.zero_x, carry.layers)  # noqa: E731
-        g_x, layers = lax.switch(own["b_branch"], [idle, *map(branch, range(len(self.weights)))])
+        g_x, layers = self._choose(own["b_stretch"], run)
         return carry._replace(g=g_x, layers=layers)
 
     def _cut_layouts(self, start: int, count: int) -> Any:
@@ -350,6 +402,21 @@ class _Step:
 
     def _accumulate(self, total: Any, g: Any, layouts: Any) -> Any:
         return accumulate(total, self.plan.after_microbatch(g, layouts))
+
+
+def _often(share: float, needed: jax.Array, run: Callable[[], Any], otherwise: Any) -> Any:
+    """``run()`` in the ticks that need it, or in all when most of them do.
+
+    All devices branch alike, but XLA hides nothing behind a branch.
+    """
+    if share > 0.5:
+        return run()
+    return lax.cond(needed, run, lambda: otherwise)
+
+
+def _where(works: jax.Array, tree: Any) -> Any:
+    """``tree``, or zeros where the stage has no unit in this tick."""
+    return jax.tree.map(lambda a: jnp.where(works, a, jnp.zeros_like(a)), tree)
 
 
 def _put(layers: Any, new: Any, start: int, count: int) -> Any:

@@ -1,5 +1,6 @@
-"""A schedule as arrays, for the executor's scan over ticks."""
+"""A schedule as arrays, for the executor's scans over ticks."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,30 +40,73 @@ def programs(placement: Placement) -> Programs:
     return Programs(stretches, of, tuple(firsts))
 
 
-def tick_table(schedule: Schedule, programs: Programs) -> dict[str, np.ndarray]:
+Table = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive ticks in which the same halves are at work on some stage.
+
+    Attributes:
+        table: rows of :func:`tick_table`.
+        forward: whether any stage forwards in these ticks (in every one of them).
+        backward: whether any stage backwards.
+    """
+
+    table: Table
+    forward: bool
+    backward: bool
+
+    def share(self, *names: str) -> float:
+        """Ticks that have a ``head``, ``left`` or ``enters``, of all; of several names, any."""
+        return float(np.mean(np.any([self.table[name] >= 0 for name in names], axis=0)))
+
+
+def phases(schedule: Schedule, table: Table) -> list[Phase]:
+    """The ticks cut where forwards or backwards set in or end.
+
+    Warm-up, steady state and cool-down of the schedules here: forwards alone, both, backwards
+    alone.
+    """
+    kinds = [
+        (any(c.forward is not None for c in row), any(c.backward is not None for c in row))
+        for row in schedule.ticks
+    ]
+    cuts = [0, *(t for t in range(1, len(kinds)) if kinds[t] != kinds[t - 1]), len(kinds)]
+    return [
+        Phase({name: rows[start:stop] for name, rows in table.items()}, *kinds[start])
+        for start, stop in itertools.pairwise(cuts)
+    ]
+
+
+def tick_table(schedule: Schedule, programs: Programs) -> Table:
     """What every stage does in every tick.
 
     Returns:
-        ``[ticks, stages]`` arrays, for ``f`` (forward) and ``b`` (backward): ``*_branch`` (0: idle,
-        else 1 + number of the stretch), ``*_microbatch``, ``*_first`` (number of the first layer),
-        ``*_slot`` (of the residual buffer), ``*_begins`` (the unit is the model's first virtual
-        stage) and ``*_ends`` (the last); ``next_begins``, ``f_begins`` of the next tick, and
-        ``last_begins``, ``b_begins`` of the tick before.
+        ``[ticks, stages]`` arrays, for ``f`` (forward) and ``b`` (backward): ``*_works`` (the stage
+        has a unit), ``*_stretch`` (number of the stretch), ``*_microbatch``, ``*_first`` (number of
+        the first layer), ``*_slot`` (of the residual buffer; without a unit, one that is free),
+        ``*_begins`` (the unit is the model's first virtual stage) and ``*_ends`` (the last);
+        ``next_begins``, ``f_begins`` of the next tick, and ``last_begins``, ``b_begins`` of the
+        tick before.
 
         ``[ticks]`` arrays that hold for all stages, -1 for none: ``head``, the microbatch whose
         loss is taken; ``enters``, the one to be embedded for the next tick; ``left``, the one whose
-        embedding got its gradient in the tick before. One last row, in which no stage works, takes
-        up the last ``left``.
+        embedding got its gradient in the tick before. The last microbatch leaves in the last tick.
     """
-    count, stages = len(schedule.ticks) + 1, schedule.stages
-    table: dict[str, np.ndarray] = {
+    count, stages = len(schedule.ticks), schedule.stages
+    table: Table = {
         f"{half}_{name}": np.zeros((count, stages), np.bool_ if name in _FLAGS else np.int32)
         for half in "fb"
-        for name in ("branch", "microbatch", "first", "slot", *_FLAGS)
+        for name in ("stretch", "microbatch", "first", "slot", *_FLAGS)
     }
     table.update({name: np.full(count, -1, np.int32) for name in ("enters", "head", "left")})
-    for t, row in enumerate(schedule.ticks):
-        for stage, cell in enumerate(row):
+    for stage in range(stages):
+        held = set[int]()
+        for t, row in enumerate(schedule.ticks):
+            cell = row[stage]
+            free = next(slot for slot in itertools.count() if slot not in held)
+            table["f_slot"][t, stage] = free
             for half, unit, slot in (
                 ("f", cell.forward, cell.slot_written),
                 ("b", cell.backward, cell.slot_read),
@@ -70,7 +114,8 @@ def tick_table(schedule: Schedule, programs: Programs) -> dict[str, np.ndarray]:
                 if unit is None:
                     continue
                 values = {
-                    "branch": 1 + programs.of[stage][unit.chunk],
+                    "works": True,
+                    "stretch": programs.of[stage][unit.chunk],
                     "microbatch": unit.microbatch,
                     "first": programs.first[stage][unit.chunk],
                     "slot": slot or 0,
@@ -79,14 +124,19 @@ def tick_table(schedule: Schedule, programs: Programs) -> dict[str, np.ndarray]:
                 }
                 for name, value in values.items():
                     table[f"{half}_{name}"][t, stage] = value
+            if cell.slot_written is not None:
+                held.add(cell.slot_written)
+            if cell.slot_read is not None:
+                held.remove(cell.slot_read)
             if cell.forward is not None and _begins(stage, cell.forward) and t > 0:
                 table["enters"][t - 1] = cell.forward.microbatch
             if cell.forward is not None and _ends(schedule, stage, cell.forward):
                 table["head"][t] = cell.forward.microbatch
-            if cell.backward is not None and _begins(stage, cell.backward):
+            if cell.backward is not None and _begins(stage, cell.backward) and t + 1 < count:
                 table["left"][t + 1] = cell.backward.microbatch
-    table["next_begins"] = np.roll(table["f_begins"], -1, axis=0)
-    table["last_begins"] = np.roll(table["b_begins"], 1, axis=0)
+    for array, of, shift in (("next_begins", "f_begins", -1), ("last_begins", "b_begins", 1)):
+        table[array] = np.roll(table[of], shift, axis=0)
+        table[array][shift if shift < 0 else 0] = False
     return table
 
 
@@ -100,7 +150,7 @@ def head_gradients_wait(schedule: Schedule) -> bool:
     )
 
 
-_FLAGS: Sequence[str] = ("begins", "ends")
+_FLAGS: Sequence[str] = ("works", "begins", "ends")
 
 
 def _begins(stage: int, unit: Unit) -> bool:
