@@ -1,4 +1,4 @@
-"""``python -m jaxtron.bench step | profile``: time training steps, and say where the time goes."""
+"""``python -m jaxtron.bench step | profile | matrix``: time training steps, say where time goes."""
 
 import argparse
 import logging
@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 
 from jaxtron.bench.breakdown import breakdown, read_trace
+from jaxtron.bench.matrix import __doc__ as matrix_help
+from jaxtron.bench.matrix import read_matrix, run_matrix, table
 from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
 from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
@@ -21,6 +23,7 @@ EXAMPLE = """examples:
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --documents 4096 1.2 \\
       data.seq_length=65536 parallel.context=4 parallel.dynamic_context=true
   python -m jaxtron.bench profile --read runs/llama/profile --traced-steps 3
+  python -m jaxtron.bench matrix configs/bench/h100_x4.yaml --output results
 """
 
 
@@ -63,11 +66,27 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--top", type=int, default=0, help="also list the longest kernels")
             sub.add_argument("--read", type=Path, help="break down this trace instead of a run")
         sub.add_argument("overrides", nargs="*", metavar="section.key=value")
+    matrix = verbs.add_parser(
+        "matrix",
+        help="run the cases of a file, each in a process of its own, and write a table",
+        description=matrix_help,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    matrix.add_argument("file", type=Path, metavar="FILE", help="YAML, see above")
+    matrix.add_argument(
+        "--output", type=Path, metavar="PREFIX", help="writes PREFIX.jsonl and PREFIX.md"
+    )
+    matrix.add_argument("--timeout", type=float, default=600, help="seconds a case may take")
+    matrix.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="for all cases, after their own"
+    )
     args = parse_with_overrides(parser, argv)
     # force: libraries imported above may have set up logging already.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("absl", "jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    if args.verb == "matrix":
+        return _matrix(args)
     if args.verb == "step":
         _time(args, None)
     elif args.read is not None:
@@ -78,6 +97,26 @@ def main(argv: list[str] | None = None) -> int:
             _time(args, folder)
             _print_breakdown(folder, args)
     return 0
+
+
+def _matrix(args: argparse.Namespace) -> int:
+    cases = read_matrix(args.file)
+    prefix = args.output or args.file.with_suffix("")
+    json_file, table_file = Path(f"{prefix}.jsonl"), Path(f"{prefix}.md")
+    for file in (json_file, table_file):
+        if file.exists():
+            raise ConfigError(f"{file} exists: move it away, or give another --output")
+    outcomes = run_matrix(
+        cases,
+        json_file,
+        overrides=args.overrides,
+        timeout_s=args.timeout,
+        report=lambda line: print(line, flush=True),
+    )
+    text = table(outcomes)
+    table_file.write_text(text)
+    print(f"\n{text}\nwritten to {table_file} and {json_file}")
+    return 1 if any(outcome.timing is None for outcome in outcomes) else 0
 
 
 def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:

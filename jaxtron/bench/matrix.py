@@ -1,0 +1,188 @@
+"""Several benchmarks from one file, each in a process of its own, and a table of them.
+
+The file is YAML::
+
+    config: llama3_8b                    # for all cases; a case may name its own
+    steps: 4                             # timed steps of each case (default 5)
+    warmup: 1                            # steps before them (default 2)
+    overrides: [model.num_layers=8]      # before each case's own
+    cases:
+      - {name: 1 GPU, environment: {CUDA_VISIBLE_DEVICES: "0"}, overrides: [parallel.fsdp=1]}
+      - {name: fsdp 4, overrides: [parallel.fsdp=4]}
+
+The first case is what the others are compared with.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from jaxtron.errors import ConfigError
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Case(_Part):
+    """One benchmark.
+
+    Attributes:
+        name: in the table.
+        config: file or preset; None: the matrix's.
+        overrides: ``section.key=value``.
+        environment: variables of its process, over those of this one.
+    """
+
+    name: Annotated[str, Field(min_length=1)]
+    config: str | None = None
+    overrides: tuple[str, ...] = ()
+    environment: dict[str, str] = {}
+
+
+class Matrix(_Part):
+    """What a file describes; see the module."""
+
+    config: str | None = None
+    steps: Annotated[int, Field(ge=1)] = 5
+    warmup: Annotated[int, Field(ge=0)] = 2
+    overrides: tuple[str, ...] = ()
+    cases: Annotated[tuple[Case, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A case that ran: what :class:`jaxtron.bench.step.StepTiming` says of it, or why it failed."""
+
+    name: str
+    timing: Mapping[str, Any] | None
+    error: str = ""
+
+
+def read_matrix(path: Path) -> Matrix:
+    """Read a file.
+
+    Raises:
+        ConfigError: it is missing, no YAML, or says something unknown, with the place.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        matrix = Matrix.model_validate(raw)
+    except OSError as error:
+        raise ConfigError(f"cannot read the benchmark matrix {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {error}") from error
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(f"{path}: " + "; ".join(problems)) from error
+    names = [case.name for case in matrix.cases]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{path}: several cases are named {', '.join(twice)}: give each its own")
+    return matrix
+
+
+def command(
+    matrix: Matrix, case: Case, json_file: Path, overrides: Sequence[str] = ()
+) -> list[str]:
+    """The process of a case; ``overrides`` come after its own."""
+    config = case.config or matrix.config
+    return [
+        *(sys.executable, "-m", "jaxtron.bench", "step"),
+        *(() if config is None else ("--config", config)),
+        *("--name", case.name, "--json", str(json_file)),
+        *("--steps", str(matrix.steps), "--warmup", str(matrix.warmup)),
+        *matrix.overrides,
+        *case.overrides,
+        *overrides,
+    ]
+
+
+def run_matrix(
+    matrix: Matrix,
+    json_file: Path,
+    *,
+    timeout_s: float,
+    report: Callable[[str], None],
+    overrides: Sequence[str] = (),
+) -> list[Outcome]:
+    """Run the cases one after the other; one that fails does not stop the others.
+
+    Args:
+        matrix: the cases.
+        json_file: gets a line for every case that ran.
+        timeout_s: seconds that a case may take.
+        report: called with a line for people after each case.
+        overrides: ``section.key=value`` for all cases.
+    """
+    outcomes = []
+    for case in matrix.cases:
+        lines = json_file.read_text().splitlines() if json_file.exists() else []
+        try:
+            done = subprocess.run(
+                command(matrix, case, json_file, overrides),
+                env={**os.environ, **case.environment},
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+            )
+            error = _last_line(done.stderr) if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            error = f"took more than {timeout_s:g} s"
+        if error:
+            outcome = Outcome(case.name, None, error)
+            report(f"{case.name:32s} failed: {error}")
+        else:
+            [line] = json_file.read_text().splitlines()[len(lines) :]
+            outcome = Outcome(case.name, json.loads(line))
+            report(done.stdout.strip())
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error:")]
+    return (errors or lines or ["no message"])[-1]
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes in Markdown, with devices and versions below."""
+    timings = [outcome.timing for outcome in outcomes if outcome.timing is not None]
+    base = outcomes[0].timing
+    rows = [
+        "| case | layout | ms | tokens/s/GPU | TFLOP/s/GPU | MFU | of the first | peak GiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for outcome in outcomes:
+        timing = outcome.timing
+        if timing is None:
+            rows.append(f"| {outcome.name} | failed: {outcome.error} | | | | | | |")
+            continue
+        layout = ", ".join(
+            f"{key} {value}"
+            for key, value in timing["layout"].items()
+            if key in ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+        )
+        ratio = "" if base is None else f"{timing['tflops_per_gpu'] / base['tflops_per_gpu']:.3f}"
+        mfu = "" if timing["mfu"] is None else f"{100 * timing['mfu']:.1f} %"
+        peak = timing["memory_peak_bytes"]
+        rows.append(
+            f"| {outcome.name} | {layout or '1 device'} "
+            f"| {1e3 * timing['step_time_s']:.1f} | {timing['tokens_per_s_per_gpu']:.0f} "
+            f"| {timing['tflops_per_gpu']:.1f} | {mfu} | {ratio} "
+            f"| {'' if peak is None else f'{peak / 2**30:.1f}'} |"
+        )
+    if timings:
+        versions = ", ".join(f"{name} {v}" for name, v in timings[0]["versions"].items())
+        devices = sorted({str(timing["device"]) for timing in timings})
+        rows += ["", f"{'; '.join(devices)}; {versions}"]
+    return "\n".join(rows) + "\n"
