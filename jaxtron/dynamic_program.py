@@ -158,7 +158,7 @@ class DynamicProgram:
         }
 
     def _total_shardings(self, shapes: Any) -> Any:
-        """Of loss, tokens, gradients, reports of stacked layers, and counts of operations."""
+        """Shardings of what ``Program.add_gradients`` returns; gradients are the third."""
         program = self.program
-        loss, tokens, _, report, work = jax.tree.map(lambda _: program.replicated, shapes)
-        return loss, tokens, program.state_shardings["params"], report, work
+        loss, tokens, _, *reports = jax.tree.map(lambda _: program.replicated, shapes)
+        return loss, tokens, program.state_shardings["params"], *reports

@@ -23,6 +23,7 @@ from jaxtron.config.batch import batch_layout
 from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate_for_training
+from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.cross_entropy import CrossEntropy
@@ -34,6 +35,7 @@ from jaxtron.layers.remat import Remat
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
+from jaxtron.models.ahead import PredictsAhead, ahead_objective, ahead_of
 from jaxtron.models.architectures import ARCHITECTURES
 from jaxtron.models.model import Model
 from jaxtron.observe.flops import mean_causal_keys_of
@@ -96,6 +98,11 @@ class Program:
         self.rules = make_rules(config.parallel.rules, self.sizes)
         build = ARCHITECTURES[config.model.architecture]
         self.model: Model = build(config.model) if model is None else model
+        if config.model.mtp_num_layers and not isinstance(self.model, PredictsAhead):
+            raise ConfigError(
+                f"model.mtp_num_layers is {config.model.mtp_num_layers}, but this model has no "
+                "predict_ahead: give it that method, or set model.mtp_num_layers to null"
+            )
         self.batch_layout = batch_layout(config, self.sizes)
         self.platform = platform = devices[0].platform
         loop = config.train.layer_loop
@@ -251,7 +258,7 @@ class Program:
     # -- state ---------------------------------------------------------------------------------
 
     def _init_state(self, seed: jax.Array | int) -> State:
-        params = self._place({"params": self.model.init(jax.random.key(seed))})["params"]
+        params = self.place_params(self.model.init(jax.random.key(seed)))
         zero = jnp.zeros((), jnp.int32)
         state = {
             "params": params,
@@ -346,6 +353,10 @@ class Program:
         state = jax.tree.map(lax.with_sharding_constraint, state, whole)
         return jax.tree.map(lax.with_sharding_constraint, self.order.place(state), whole)
 
+    def place_params(self, params: Any) -> Any:
+        """Parameters from logical to placed order; traceable."""
+        return self._place({"params": params})["params"]
+
     # -- batches -------------------------------------------------------------------------------
 
     def place(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -402,15 +413,28 @@ class Program:
             return model.run_layers(weights, fetch, x, first, self._inputs(side, step), remat)
 
         def loss(copies: Any, side: Any, x: jax.Array) -> Any:
-            x = model.final(copies, fetch, x, self._inputs(side, step))
+            inputs = self._inputs(side, step)
+            x = model.final(copies, fetch, x, inputs)
             if head is not None:
                 return jnp.zeros(()), head(copies, side, x)
-            return cross_entropy(
-                x.reshape(-1, x.shape[-1]),
-                model.output_weight(copies, fetch),
-                side["labels"].reshape(-1),
-                side["token_weights"].reshape(-1),
+            weight = model.output_weight(copies, fetch)
+
+            def predicted(x: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
+                return cross_entropy(
+                    x.reshape(-1, x.shape[-1]),
+                    weight,
+                    targets["labels"].reshape(-1),
+                    targets["token_weights"].reshape(-1),
+                )
+
+            objective, plain = predicted(x, side)
+            if "ahead" not in side:
+                return objective, plain
+            assert isinstance(model, PredictsAhead)
+            added, reports = ahead_objective(
+                model, config.model, copies, fetch, x, side["ahead"], inputs, remat, predicted
             )
+            return objective + added, (plain, reports)
 
         return Computation(side, lookup, embed, layers, loss)
 
@@ -517,20 +541,27 @@ class Program:
         of :meth:`add_gradients`; empty for a whole step.
         """
         trained, live = share.get("trained"), share.get("live")
-        microbatches = {
+        microbatches: dict[str, Any] = {
             **{name: array for name, array in batch.items() if name != "document_length"},
             "token_weights": scale * self._token_weights(batch["loss_mask"], trained),
             "router_weights": scale * self._token_weights(self._live(batch), live),
             "rows": self._global_rows(*batch["tokens"].shape[:2]) + share.get("first_row", 0),
         }
         some = {"count": share["count"]} if share else {}
+        depths = self.config.model.mtp_num_layers
+        if depths is not None:
+            microbatches["ahead"] = ahead_of(dict(batch), self.context, depths)
+            for entry in microbatches["ahead"]:
+                entry["token_weights"] = scale * self._token_weights(entry.pop("loss_mask"))
         (loss, report), grads = self.executor.value_and_gradients(
             self._computation(step), params, microbatches, **some
         )
+        loss, ahead = (loss, []) if depths is None else loss
+        ahead = jax.tree.map(lambda a: self.region.sum(a, AXES), ahead)
         axes = [axis for axis in AXES if axis != "pipeline"]
         report = jax.tree.map(lambda a: self.region.sum(a, axes), report)
         tokens, work = self._count(batch["loss_mask"]), self._attention_work(batch)
-        return self.region.sum(loss, AXES), tokens, grads, report, work
+        return self.region.sum(loss, AXES), tokens, grads, report, work, ahead
 
     def loss_and_gradients(
         self,
@@ -556,23 +587,34 @@ class Program:
     ) -> Any:
         """:meth:`loss_and_gradients`, and what the layers report, stacked in their places.
 
-        Last of all what a step's operations are counted from, where rows are packed.
+        After that what a step's operations are counted from, where rows are packed, and a list of
+        the reports of the depths of multi-token prediction.
         """
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
             self._loss_and_gradients,
             (self.specs, batch_specs, *[PartitionSpec()] * 3),
-            (*[PartitionSpec()] * 2, self.specs, PartitionSpec("pipeline"), PartitionSpec()),
+            (
+                *[PartitionSpec()] * 2,
+                self.specs,
+                PartitionSpec("pipeline"),
+                *[PartitionSpec()] * 2,
+            ),
         )
         scale = jnp.asarray(loss_scale, jnp.float32)
-        loss, tokens, grads, report, work = function(
+        loss, tokens, grads, report, work, ahead = function(
             params, dict(batch), jnp.asarray(step, jnp.int32), scale, dict(share or {})
         )
         if isinstance(loss_scale, float) and loss_scale == 1.0:
-            return loss, tokens, grads, report, work
+            return loss, tokens, grads, report, work, ahead
         if self.config.model.num_experts is not None:
             report = {**report, "loss": report["loss"] / scale}
-        return loss / scale, tokens, jax.tree.map(lambda g: g / scale, grads), report, work
+        for entry in ahead:
+            entry["loss"] /= scale
+            if entry["layer"]:
+                entry["layer"]["loss"] /= scale
+        grads = jax.tree.map(lambda g: g / scale, grads)
+        return loss / scale, tokens, grads, report, work, ahead
 
     def _loss_scale(self, state: State) -> jax.Array | float:
         return 1.0 if self.scaler is None else state["loss_scale"]["scale"]
@@ -611,7 +653,7 @@ class Program:
 
         ``total`` is the sum of :meth:`add_gradients` over a step.
         """
-        loss, tokens, grads, report, work = total
+        loss, tokens, grads, report, work, ahead = total
         scale = self._loss_scale(state)
         params, buffers = split_buffers(state["params"])
         grads, _ = split_buffers(grads)
@@ -635,6 +677,7 @@ class Program:
             "skipped": jnp.int32(1) - applies,
             **work,
         }
+        metrics |= {f"mtp_{i + 1}_loss": entry["loss"] for i, entry in enumerate(ahead)}
         new_buffers = buffers
         if self.config.model.num_experts is not None:
             first = self.config.model.num_dense_layers
@@ -647,7 +690,13 @@ class Program:
                 places,
                 per_layer=self.config.model.moe_per_layer_logging,
             )
-            new_buffers = updated_buffers(buffers, report["load"], self.config.model)
+            metrics["moe_aux_loss"] += sum(entry["layer"]["loss"] for entry in ahead)
+            loads = {"layers": report["load"]}
+            loads |= {f"mtp_{i}": entry["layer"]["load"] for i, entry in enumerate(ahead)}
+            new_buffers = {
+                part: updated_buffers(value, loads[part], self.config.model)
+                for part, value in buffers.items()
+            }
         opt_state = state["opt_state"]
         if self.streamed_update is not None:
             params, opt_state = self.streamed_update(grads, opt_state, params, applies)

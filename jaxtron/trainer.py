@@ -32,6 +32,7 @@ from jaxtron.resume import (
     with_fresh_optimizer,
     with_loss_scale,
 )
+from jaxtron.upcycle import abstract_dense, dense_config, upcycled
 
 log = logging.getLogger(__name__)
 
@@ -121,9 +122,15 @@ class Trainer:
             return self.program.init_state(), 0, 0
         where = str(start.directory / str(start.step))
         meta = self.checkpointer.read_meta(start.step, directory=start.directory)
-        check_architecture(self.config, meta, where)
+        expected = dense_config(self.config) if start.upcycle else self.config
+        check_architecture(expected, meta, where)
         if not start.weights_only:
             check_continuation(self.config, meta, where, self.data_files)
+        if start.upcycle:
+            abstract = {"params": abstract_dense(self.program)}
+            dense, _ = self.checkpointer.restore(start.step, abstract, directory=start.directory)
+            state = {"params": upcycled(self.program, dense["params"])}
+            return with_fresh_optimizer(self.program, state), 0, 0
         abstract = start.select(self.program.abstract_state())
         if "loss_scale" not in self.checkpointer.entries(start.step, directory=start.directory):
             abstract.pop("loss_scale", None)  # the run before did not compute in fp16

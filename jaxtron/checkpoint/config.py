@@ -37,6 +37,11 @@ class CheckpointConfig:
     finetune: bool = key(
         False, "Start from the weights of `load` alone: fresh optimizer, step and data position."
     )
+    moe_use_upcycling: bool = key(
+        False,
+        "`load` holds a dense model: start from its weights alone, every expert a copy of its "
+        "layer's MLP, with new routers.",
+    )
     verify: bool = key(True, "Recompute every array's digest after loading and compare.")
     file_checksums: bool = key(
         True, "Read each file back after writing and store its CRC-32 for `checkpoint verify`."
@@ -55,7 +60,7 @@ class CheckpointConfig:
                     f"checkpoint.{name} is {path!r}: expected a folder on a file system that every "
                     "process sees (mount the bucket), not a URL"
                 )
-        for name in ("load_step", "no_load_optim", "finetune"):
+        for name in ("load_step", "no_load_optim", "finetune", "moe_use_upcycling"):
             value = getattr(self, name)
             if self.load is None and value is not None and value is not False:
                 raise ConfigError(

@@ -22,12 +22,14 @@ class StartPoint:
         step: its step.
         weights_only: ``finetune``: take the weights, start at step 0 with fresh data and optimizer.
         fresh_optimizer: the optimizer state is not taken.
+        upcycle: the weights are those of a dense model, for one with experts.
     """
 
     directory: Path
     step: int
     weights_only: bool = False
     fresh_optimizer: bool = False
+    upcycle: bool = False
 
     def select(self, abstract_state: Mapping[str, Any]) -> dict[str, Any]:
         """The top-level entries of ``abstract_state`` that come from the checkpoint."""
@@ -63,22 +65,24 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
         )
     step = step_folder.choose(source, config.load_step if step_of_path is None else step_of_path)
     _log_skipped(source, step_folder.scan(source), newer_than=step)
-    first = 0 if config.finetune else step
+    weights_only = config.finetune or config.moe_use_upcycling
+    first = 0 if weights_only else step
     if same_folder and own.latest is not None and own.latest > first:
         raise CheckpointError(
             f"checkpoint.load asks to go on from step {first} in {directory}, which holds later "
             f"steps (up to {own.latest}): use another checkpoint.dir, or delete them with "
             f"`python -m jaxtron.checkpoint prune {directory} --after {first}`"
         )
-    taken = "weights only" if config.finetune else "weights and step"
-    if not (config.finetune or config.no_load_optim):
+    taken = "weights only" if weights_only else "weights and step"
+    if not (weights_only or config.no_load_optim):
         taken = "the whole state"
     _log.info("starting from step %d of %s: %s", step, source, taken)
     return StartPoint(
         source,
         step,
-        weights_only=config.finetune,
-        fresh_optimizer=config.finetune or config.no_load_optim,
+        weights_only=weights_only,
+        fresh_optimizer=weights_only or config.no_load_optim,
+        upcycle=config.moe_use_upcycling,
     )
 
 

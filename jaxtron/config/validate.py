@@ -17,6 +17,7 @@ from jaxtron.errors import ConfigError, JaxtronError
 from jaxtron.layers.rope import rope_scaling_parameters
 from jaxtron.mesh.axes import resolve_axes
 from jaxtron.mesh.rules import check_layers, make_rules
+from jaxtron.models.config import ModelConfig
 from jaxtron.optim.optimizer import find_factory
 from jaxtron.optim.schedule import check_schedule
 from jaxtron.parallel.pipeline.layout import place_layers
@@ -159,6 +160,30 @@ def _recompute_method_fits(config: Config) -> Iterator[str]:
             f"train.recompute_method and train.recompute_num_layers are forms of train.recompute: "
             f"full, but train.recompute is {train.recompute}: set train.recompute to full, or both "
             "to null"
+        )
+
+
+def _tokens_ahead_can_be_predicted(config: Config) -> Iterator[str]:
+    model = config.model
+    depths = model.mtp_num_layers
+    if depths is None:
+        if model.mtp_loss_scaling_factor != ModelConfig.mtp_loss_scaling_factor:
+            yield (
+                f"model.mtp_loss_scaling_factor is {model.mtp_loss_scaling_factor}, but "
+                "model.mtp_num_layers is null: set model.mtp_num_layers, or leave the factor out"
+            )
+        return
+    if model.position_embedding_type == "learned_absolute":
+        yield (
+            f"model.mtp_num_layers is {depths} and model.position_embedding_type is "
+            "learned_absolute: the last position has no embedding further ahead; set "
+            "model.position_embedding_type to rope, or model.mtp_num_layers to null"
+        )
+    if depths >= config.data.seq_length:
+        yield (
+            f"model.mtp_num_layers {depths} is not less than data.seq_length "
+            f"{config.data.seq_length}: nothing is that far ahead; set it to "
+            f"{config.data.seq_length - 1} or less"
         )
 
 
@@ -445,6 +470,7 @@ MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _sequence_fits_positions,
     _eod_is_a_token,
     _recompute_method_fits,
+    _tokens_ahead_can_be_predicted,
     *MOE_MODEL_CHECKS,
 )
 """Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""

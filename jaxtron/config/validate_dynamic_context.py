@@ -33,6 +33,19 @@ def _axes_fit(config: Config, axes: Axes) -> Iterator[str]:
             "pipeline's schedule is made for one number of microbatches of one shape, which here "
             "change in every step: set parallel.pipeline to 1, or parallel.dynamic_context to false"
         )
+    if config.model.mtp_num_layers is not None:
+        yield (
+            f"parallel.dynamic_context is true and model.mtp_num_layers is "
+            f"{config.model.mtp_num_layers}: the parts of a step do not know how many targets "
+            "further ahead the whole step has; set model.mtp_num_layers to null, or "
+            "parallel.dynamic_context to false"
+        )
+    if config.model.moe_router_load_balancing_type == "global_aux_loss":
+        yield (
+            "parallel.dynamic_context is true and model.moe_router_load_balancing_type is "
+            "global_aux_loss: loads are not carried from one part of a step to the next; set the "
+            "type to seq_aux_loss or aux_loss, or parallel.dynamic_context to false"
+        )
     if context == 1:
         yield (
             "parallel.dynamic_context is true but parallel.context is 1, so there is no degree to "

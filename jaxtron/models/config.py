@@ -139,6 +139,12 @@ class ModelConfig:
     moe_shared_expert_gate: bool = key(
         False, "Scale the shared expert by the sigmoid of a learned gate."
     )
+    mtp_num_layers: int | None = key(
+        None, "Depths of multi-token prediction, each one token further; null: none.", ge=1
+    )
+    mtp_loss_scaling_factor: float = key(
+        0.1, "Weight of the mean loss of the depths of multi-token prediction.", gt=0
+    )
     moe_per_layer_logging: bool = key(False, "Log the load of the experts layer by layer.")
 
     @property

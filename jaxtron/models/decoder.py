@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtron.layers.embedding import Embedding
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.layer_loop import run_layers
+from jaxtron.layers.multi_token import MultiTokenPrediction
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.parameter import Product, normal
@@ -34,13 +35,22 @@ class Output(nnx.Module):
         )
 
 
+def _selective(inputs: LayerInputs, remat: Remat) -> LayerInputs:
+    """Inputs whose attention is recomputed, when that is all that is."""
+    if remat.recompute != "selective":
+        return inputs
+    attend = jax.checkpoint(inputs.attend, prevent_cse=not remat.passes_apart)
+    return replace(inputs, attend=attend)
+
+
 class Decoder:
     """Embedding, a stack of layers, final norm and output layer.
 
     Parameters are a nested dict with the parts ``embedding, layers, final_norm`` and, when untied,
     ``output``; ``layers`` leaves hold all layers in their first dimension. Dense layers that come
-    before layers with experts are parts of their own, ``dense_0`` and so on. The methods that
-    compute run inside the manual region, on local shards. Implements
+    before layers with experts are parts of their own, ``dense_0`` and so on, and so are the depths
+    of multi-token prediction, ``mtp_0`` and so on. The methods that compute run inside the manual
+    region, on local shards. Implements
     :class:`jaxtron.models.model.Model`.
 
     Attributes:
@@ -61,6 +71,9 @@ class Decoder:
         }
         if config.untie_embeddings_and_output_weights:
             self._build["output"] = lambda rngs: Output(config, rngs)
+        self._ahead = [f"mtp_{i}" for i in range(config.mtp_num_layers or 0)]
+        for name in self._ahead:
+            self._build[name] = lambda rngs: MultiTokenPrediction(config, rngs, self.layer_class)
         self._dense = [f"dense_{i}" for i in range(config.num_dense_layers)]
         for name in self._dense:
             self._build[name] = lambda rngs: self.layer_class(config, rngs, dense=True)
@@ -101,10 +114,12 @@ class Decoder:
         def part(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Params:
             return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))
 
-        names = sorted(set(self._build) - set(self._dense))
+        names = sorted(set(self._build) - set(self._dense) - set(self._ahead))
         keys = dict(zip(names, jax.random.split(key, 4), strict=False))
         for i, name in enumerate(self._dense):
             keys[name] = jax.random.fold_in(keys["layers"], i)
+        for i, name in enumerate(self._ahead):
+            keys[name] = jax.random.fold_in(keys["layers"], self.config.num_layers + i)
         params = {}
         for name, build in self._build.items():
             if name == "layers":
@@ -167,15 +182,36 @@ class Decoder:
             inputs: what the layers see besides.
             remat: what the backward pass computes again.
         """
-        if remat.recompute == "selective":
-            attend = jax.checkpoint(inputs.attend, prevent_cse=not remat.passes_apart)
-            inputs = replace(inputs, attend=attend)
+        inputs = _selective(inputs, remat)
 
         def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
             number = number + len(self._dense)
             return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs, number)
 
         return run_layers(layer, x, layers, remat, first)
+
+    def predict_ahead(
+        self,
+        params: Params,
+        fetch: Fetch,
+        depth: int,
+        x: jax.Array,
+        word: jax.Array,
+        inputs: LayerInputs,
+        remat: Remat,
+    ) -> LayerOutput:
+        """See :class:`jaxtron.models.ahead.PredictsAhead`."""
+        name = self._ahead[depth]
+        inputs = _selective(inputs, remat)
+        if self.config.fp32_residual_connection:
+            word = word.astype(jnp.float32)
+
+        def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
+            module = nnx.merge(self._graphs[name], fetch(name, weights))
+            return module(x, word, inputs, number)
+
+        out = run_layers(layer, x, [params[name]], remat, self.config.num_layers + depth)
+        return out._replace(report=jax.tree.map(lambda a: a[0], out.report))
 
     def final(self, params: Params, fetch: Fetch, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Final normalised hidden states ``[b, s, h]`` from the last layer's output."""

@@ -7,6 +7,7 @@ multiply-add is two operations, hence the factor 6 per multiply-add of the forwa
   counted, nor is anything that recomputation repeats;
 * of a mixture of experts those count that a token visits, with the router and the shared expert;
   capacity, padding and dropped tokens change nothing;
+* a depth of multi-token prediction counts with its projection, its layer and its output layer;
 * the output layer counts with the padded vocabulary, because that is the product that runs;
 * attention is counted once per query-key pair in each of its two products. The two conventions
   differ in the pairs alone:
@@ -60,11 +61,13 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> FlopsPerToken:
     dense = model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
     first = model.num_dense_layers
     blocks = first * dense + (model.num_layers - first) * mlp
-    products = model.num_layers * attention + blocks + output
+    ahead = model.mtp_num_layers or 0
+    deeper = ahead * (2 * model.hidden_size**2 + attention + mlp + output)
+    products = model.num_layers * attention + blocks + output + deeper
 
     def total(keys_per_query: float) -> float:
         scores_and_values = scored * keys_per_query
-        return _FORWARD_BACKWARD * (products + model.num_layers * scores_and_values)
+        return _FORWARD_BACKWARD * (products + (model.num_layers + ahead) * scores_and_values)
 
     return FlopsPerToken(
         causal=total(mean_causal_keys(seq_length, model.window_size)),
@@ -164,6 +167,9 @@ def parameter_count(model: ModelConfig, *, padded_vocab: bool = True) -> int:
     first = model.num_dense_layers
     layers = first * dense + (model.num_layers - first) * mlp
     layers += model.num_layers * (attention + 2 * norm_vectors * hidden)
+    # a depth of multi-token prediction: its layer, its projection, three norms
+    one = mlp + attention + 2 * norm_vectors * hidden
+    layers += (model.mtp_num_layers or 0) * (one + 2 * hidden**2 + 3 * norm_vectors * hidden)
     embeddings = vocab * hidden
     if model.untie_embeddings_and_output_weights:
         embeddings += vocab * hidden

@@ -27,6 +27,8 @@ PARAMETERS = {
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
     "deepseek_v2_lite": 15_706_484_224,
+    # 671,026,419,200, and a depth of multi-token prediction
+    "deepseek_v3": 671_026_419_200 + 11_610_068_224,
 }
 
 # Layers, hidden, ffn, heads, groups, vocabulary, positions, RoPE base.
@@ -42,6 +44,7 @@ SHAPES = {
     "mixtral_8x7b": (32, 4096, 14336, 32, 8, 32000, 32768, 1e6),
     "qwen3_30b_a3b": (48, 2048, 6144, 32, 4, 151936, 40960, 1e6),
     "deepseek_v2_lite": (27, 2048, 10944, 16, 16, 102400, 163840, 1e4),
+    "deepseek_v3": (61, 7168, 18432, 128, 128, 129280, 163840, 1e4),
 }
 # Experts, topk, expert ffn, parameters that a token uses, counted by hand with the whole embedding
 # (published as 12.9, 3.3 and, without the embedding, 2.4 billion).
@@ -49,6 +52,8 @@ EXPERTS = {
     "mixtral_8x7b": (8, 2, 14336, 12_879_925_248),
     "qwen3_30b_a3b": (128, 8, 768, 3_353_032_704),
     "deepseek_v2_lite": (64, 6, 1408, 2_661_150_208),
+    # 37,552,297,472 (published as 37 billion) and those of the depth
+    "deepseek_v3": (256, 8, 2048, 37_552_297_472 + 688_100_608),
 }
 
 # GPUs, tensor, pipeline, fsdp; expert where it is not 1.
@@ -63,6 +68,7 @@ LAYOUTS = {
     "mixtral_8x7b": (32, 1, 1, 4, 8),
     "qwen3_30b_a3b": (16, 1, 1, 2, 8),
     "deepseek_v2_lite": (8, 1, 1, 1, 8),
+    "deepseek_v3": (1024, 1, 1, 16, 64),
 }
 
 
@@ -103,22 +109,26 @@ def test_experts_and_active_parameters_are_the_published_ones(name: str) -> None
     model = load_config({"preset": name}).model
     experts, topk, ffn, active = EXPERTS[name]
     assert (model.num_experts, model.moe_router_topk, model.expert_ffn) == (experts, topk, ffn)
-    layers = model.num_layers - model.num_dense_layers
+    layers = model.num_layers - model.num_dense_layers + (model.mtp_num_layers or 0)
     idle = layers * (experts - topk) * 3 * model.hidden_size * ffn
     assert PARAMETERS[name] - idle == active
     # per token 6 operations for each active parameter, less the embedding and the norms, which do
     # no matrix product
     flops = flops_per_token(model, 2)
     value = model.v_head_dim if model.multi_latent_attention else model.head_dim
-    attention = 6 * model.num_layers * (model.head_dim + value) * model.num_attention_heads
+    depths = model.mtp_num_layers or 0
+    attention = (
+        6 * (model.num_layers + depths) * (model.head_dim + value) * model.num_attention_heads
+    )
     embedding = model.vocab_size * model.hidden_size
     products = (flops.causal - attention) / 6
-    assert products == pytest.approx(active - embedding, rel=1e-3)
+    # every depth of multi-token prediction goes through the output layer once more
+    assert products == pytest.approx(active + (depths - 1) * embedding, rel=1e-3)
 
 
 def test_llama_31_scales_its_rotary_frequencies() -> None:
     scaled = {n for n in SHAPES if load_config({"preset": n}).model.rope_scaling is not None}
-    assert scaled == {"llama31_405b", "deepseek_v2_lite"}
+    assert scaled == {"llama31_405b", "deepseek_v2_lite", "deepseek_v3"}
     assert load_config({"preset": "llama31_405b"}).model.rope_scaling == {
         "type": "llama3",
         "factor": 8.0,
@@ -146,7 +156,8 @@ def state_of(name: str, data_sharding: str, model: ModelConfig) -> float:
     experts = 0
     if model.num_experts is not None:
         width = model.hidden_size * model.expert_ffn
-        experts = (model.num_layers - model.num_dense_layers) * model.num_experts * 3 * width
+        layers = model.num_layers - model.num_dense_layers + (model.mtp_num_layers or 0)
+        experts = layers * model.num_experts * 3 * width
     dense = parameter_count(model) - experts
     stage = tensor * pipeline
     return state_bytes(dense / stage, fsdp * expert, data_sharding) + state_bytes(

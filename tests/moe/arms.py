@@ -60,6 +60,7 @@ LATENT = {
     "moe_router_pre_softmax": True,
     "moe_shared_expert_intermediate_size": 16,
 }
+AHEAD = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 WHOLE_EXPERTS = {"experts": ["expert", "tensor"], "expert_mlp": None}
 
 LARGE: dict[str, dict[str, Any]] = {
@@ -112,7 +113,8 @@ def check_arm(parallel: dict[str, Any], model: dict[str, Any], **raw: Any) -> No
     expected = reference(**{**raw, "model": plain})
     assert_parity(actual, expected)
     for a, e in zip(actual["metrics"], expected["metrics"], strict=True):
-        for name in ("moe_aux_loss", "moe_load_max", "moe_load_min", "moe_idle_experts"):
+        names = ["moe_aux_loss", "moe_load_max", "moe_load_min", "moe_idle_experts"]
+        for name in names + [name for name in e if name.startswith("mtp_")]:
             np.testing.assert_allclose(a[name], e[name], rtol=1e-5)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.moe.arms import (
+    AHEAD,
     BIAS,
     CAPACITIES,
     DISPATCHERS,
@@ -39,11 +40,14 @@ DEFAULT: dict[str, dict[str, Any]] = {
         },
         "model": CAPACITY,
     },
-    "expert2-pipeline2": {"parallel": {"expert": 2, "pipeline": 2}, "model": BIAS | ALLGATHER},
-    "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY},
+    "expert2-pipeline2": {
+        "parallel": {"expert": 2, "pipeline": 2},
+        "model": BIAS | ALLGATHER | AHEAD,
+    },
+    "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY | AHEAD},
     "latent-expert2-fsdp2-tensor2-zero3": {
         "parallel": {"expert": 2, "fsdp": 2, "tensor": 2, "data_sharding": "optim_grads_params"},
-        "model": LATENT,
+        "model": LATENT | AHEAD,
     },
 }
 

@@ -47,6 +47,13 @@ class ContextAttention:
             return jnp.arange(length, dtype=jnp.int32)
         return self.layout.positions(length, self.layout.member())
 
+    def whole_rows(self, x: jax.Array) -> jax.Array:
+        """Whole rows ``[..., length]`` in their order from this device's part of each."""
+        if self.layout.size == 1:
+            return x
+        gathered = lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
+        return gathered[..., np.argsort(self.layout.order(gathered.shape[-1]))]
+
     def attend(
         self,
         length: int,

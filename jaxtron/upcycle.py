@@ -1,0 +1,107 @@
+"""Start a model with experts from the weights of a dense one (sparse upcycling).
+
+Every expert begins as a copy of its layer's MLP, and routers are new. With weights that add up to 1
+(softmax after the choice) the new model computes at first exactly what the dense one does.
+Komatsuzaki et al. 2022 (arXiv:2212.05055); Megatron's ``--moe-use-upcycling``.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtron.config.config import Config
+from jaxtron.errors import ConfigError
+from jaxtron.models.config import ModelConfig
+from jaxtron.models.decoder import Decoder
+from jaxtron.parallel.param_layout import is_layout, param_layouts
+from jaxtron.program import DTYPES, Program
+
+
+def dense_config(config: Config) -> Config:
+    """The configuration with the same model, but without experts and depths ahead.
+
+    Raises:
+        ConfigError: experts that cannot be copies of that model's MLPs.
+    """
+    model = config.model
+    if model.num_experts is None:
+        raise ConfigError(
+            "checkpoint.moe_use_upcycling is true but model.num_experts is null, so there are no "
+            "experts to fill: set model.num_experts, or moe_use_upcycling to false"
+        )
+    if model.expert_ffn != model.ffn_hidden_size:
+        raise ConfigError(
+            "checkpoint.moe_use_upcycling copies whole MLPs, but model.moe_ffn_hidden_size is "
+            f"{model.expert_ffn} and model.ffn_hidden_size {model.ffn_hidden_size}: set "
+            "model.moe_ffn_hidden_size to null"
+        )
+    changed: dict[str, Any] = {
+        field.name: field.default
+        for field in dataclasses.fields(ModelConfig)
+        if field.name.startswith(("moe_", "mtp_")) or field.name == "num_experts"
+    }
+    return dataclasses.replace(config, model=dataclasses.replace(model, **changed))
+
+
+def abstract_dense(program: Program) -> Any:
+    """Shapes and shardings of the dense model's parameters on the program's mesh."""
+    config = dense_config(program.config)
+    dense = Decoder(config.model)
+    # whole stacks: its layers need not divide over the stages
+    logical = jax.tree.map(
+        lambda names: tuple(None if name == "layers" else name for name in names),
+        dense.logical,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    layouts = param_layouts(
+        dense.shapes,
+        logical,
+        program.rules,
+        config.parallel.data_sharding,
+        DTYPES[config.precision.compute],
+    )
+    return jax.tree.map(
+        lambda layout, s: jax.ShapeDtypeStruct(
+            s.shape,
+            s.dtype,
+            sharding=jax.sharding.NamedSharding(program.mesh, layout.stored_spec),
+        ),
+        layouts,
+        dense.shapes,
+        is_leaf=is_layout,
+    )
+
+
+def upcycled(program: Program, dense: Any) -> Any:
+    """Parameters of the program's model, placed, from those of the dense one.
+
+    What the dense model does not have (routers, shared experts, depths of multi-token prediction)
+    starts as in a new run.
+
+    Args:
+        program: of a :class:`~jaxtron.models.decoder.Decoder` with experts.
+        dense: parameters as :func:`abstract_dense` describes them.
+    """
+    model = program.config.model
+    first, experts = model.num_dense_layers, model.num_experts
+    assert experts is not None
+
+    def build(dense: Any, seed: Any) -> Any:
+        params = program.model.init(jax.random.key(seed))
+        stack = dict(dense["layers"])
+        for i in range(first):
+            params[f"dense_{i}"] = jax.tree.map(lambda a, i=i: a[i], stack)
+        mlp = stack.pop("mlp")
+        moe = dict(params["layers"]["moe"])
+        moe["experts"] = {
+            name: jnp.repeat(mlp[name][first:, None], experts, axis=1) for name in ("up", "down")
+        }
+        rest = jax.tree.map(lambda a: a[first:], stack)
+        parts = {part: value for part, value in dense.items() if part != "layers"}
+        params = {**params, **parts, "layers": {**rest, "moe": moe}}
+        return program.place_params(params)
+
+    shardings = program.state_shardings["params"]
+    return jax.jit(build, out_shardings=shardings)(dense, program.config.train.seed)
