@@ -8,6 +8,7 @@ This is the public way to train without the Trainer (``scripts/custom_loop.py``)
 """
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -409,8 +410,14 @@ class Program:
         def embed(copies: Any, side: Any, x: jax.Array) -> jax.Array:
             return model.embed(copies, fetch, x, side["position_ids"], self._inputs(side, step))
 
-        def layers(weights: Any, side: Any, x: jax.Array, first: LayerNumber) -> LayerOutput:
-            return model.run_layers(weights, fetch, x, first, self._inputs(side, step), remat)
+        def layers(
+            weights: Any, side: Any, x: jax.Array, first: LayerNumber, earlier: Any
+        ) -> LayerOutput:
+            inputs = self._inputs(side, step)
+            if earlier is not None and inputs.moe is not None:
+                moe = dataclasses.replace(inputs.moe, earlier=earlier["load"])
+                inputs = dataclasses.replace(inputs, moe=moe)
+            return model.run_layers(weights, fetch, x, first, inputs, remat)
 
         def loss(copies: Any, side: Any, x: jax.Array) -> Any:
             inputs = self._inputs(side, step)
@@ -431,12 +438,15 @@ class Program:
             if "ahead" not in side:
                 return objective, plain
             assert isinstance(model, PredictsAhead)
+            # the head's backward pass follows at once, on a pipeline too
+            kept = dataclasses.replace(remat, passes_apart=False)
             added, reports = ahead_objective(
-                model, config.model, copies, fetch, x, side["ahead"], inputs, remat, predicted
+                model, config.model, copies, fetch, x, side["ahead"], inputs, kept, predicted
             )
             return objective + added, (plain, reports)
 
-        return Computation(side, lookup, embed, layers, loss)
+        looks_back = config.model.moe_router_load_balancing_type == "global_aux_loss"
+        return Computation(side, lookup, embed, layers, loss, looks_back)
 
     def _inputs(self, side: Any, step: jax.Array | None) -> LayerInputs:
         """What layers see of a microbatch besides the residual stream."""

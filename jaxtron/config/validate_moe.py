@@ -74,8 +74,21 @@ def _router_keys_agree(config: Config) -> Iterator[str]:
         yield (
             f"model.moe_aux_loss_coeff is {model.moe_aux_loss_coeff} but "
             f"model.moe_router_load_balancing_type is {model.moe_router_load_balancing_type}, "
-            "which has no loss: set the coefficient to 0, or the type to seq_aux_loss or aux_loss"
+            "which has no loss: set the coefficient to 0, or the type to seq_aux_loss, aux_loss or "
+            "global_aux_loss"
         )
+    if model.moe_router_load_balancing_type == "global_aux_loss":
+        for name, why in (
+            ("moe_router_enable_expert_bias", "choices that the loss does not count"),
+            ("moe_router_num_groups", "choices that the loss does not count"),
+            ("mtp_num_layers", "layers whose loads are not carried between microbatches"),
+        ):
+            if getattr(model, name):
+                yield (
+                    f"model.{name} makes {why}, and global_aux_loss adds up the loads of the "
+                    "step's microbatches: set model.moe_router_load_balancing_type to seq_aux_loss "
+                    f"or aux_loss, or model.{name} to {_shown(_default(name))}"
+                )
     if sinkhorn:
         for name in (
             "moe_router_pre_softmax",

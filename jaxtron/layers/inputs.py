@@ -73,12 +73,15 @@ class MoEInputs:
         positions: int32 ``[s]`` token positions in the row.
         expert_axes: mesh axes that split the experts, major first.
         platform: ``cpu`` or ``gpu``.
+        earlier: int32 ``[layers, experts]``, this device's piece of the load that the step's
+            microbatches before put on the layers at hand, or None; a layer sees its own row.
     """
 
     token_weights: jax.Array
     positions: jax.Array
     expert_axes: tuple[str, ...]
     platform: str
+    earlier: jax.Array | None = None
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,12 @@ class ModelConfig:
     moe_router_group_topk: int | None = key(
         None, "Groups that a token's experts are chosen from.", ge=1
     )
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"] = key(
+    moe_router_load_balancing_type: Literal[
+        "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"
+    ] = key(
         "seq_aux_loss",
-        "Unit of the balancing loss: a microbatch over all data shards, or a sequence; sinkhorn: "
-        "balanced assignment without a loss.",
+        "Unit of the balancing loss: a microbatch over all data shards, a sequence, or all of the "
+        "step's microbatches so far; sinkhorn: balanced assignment without a loss.",
     )
     moe_aux_loss_coeff: float = key(0.0, "Weight of the balancing loss.", ge=0)
     moe_z_loss_coeff: float | None = key(

@@ -43,6 +43,14 @@ def _selective(inputs: LayerInputs, remat: Remat) -> LayerInputs:
     return replace(inputs, attend=attend)
 
 
+def _of_layer(inputs: LayerInputs, place: LayerNumber) -> LayerInputs:
+    """Inputs of the layer that has the given place among those that run."""
+    moe = inputs.moe
+    if moe is None or moe.earlier is None:
+        return inputs
+    return replace(inputs, moe=replace(moe, earlier=moe.earlier[place]))
+
+
 class Decoder:
     """Embedding, a stack of layers, final norm and output layer.
 
@@ -185,8 +193,8 @@ class Decoder:
         inputs = _selective(inputs, remat)
 
         def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
-            number = number + len(self._dense)
-            return nnx.merge(self._graphs["layers"], fetch("layers", weights))(x, inputs, number)
+            module = nnx.merge(self._graphs["layers"], fetch("layers", weights))
+            return module(x, _of_layer(inputs, number - first), number + len(self._dense))
 
         return run_layers(layer, x, layers, remat, first)
 

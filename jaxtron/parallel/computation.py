@@ -23,21 +23,26 @@ class Computation:
         lookup: ``(copies, side) -> x``, this pipeline stage's share of the word embeddings
             ``[b, s/tensor, h]``.
         embed: ``(copies, side, x) -> x``, input of the first layer from their sum; affine in ``x``.
-        layers: ``(layers, side, x, first) -> output`` of consecutive layers.
+        layers: ``(layers, side, x, first, earlier) -> output`` of consecutive layers; ``earlier``
+            is the sum of these layers' reports over the step's microbatches before, or None.
         head: ``(copies, side, x) -> (piece of the objective, report)`` from the last layer's
             output; reports are summed over microbatches.
+        looks_back: whether layers read ``earlier``; None is then the first microbatch's.
     """
 
     side: Callable[[Any], Side]
     lookup: Callable[[Copies, Side], jax.Array]
     embed: Callable[[Copies, Side, jax.Array], jax.Array]
-    layers: Callable[[Any, Side, jax.Array, LayerNumber], LayerOutput]
+    layers: Callable[[Any, Side, jax.Array, LayerNumber, Any], LayerOutput]
     head: Callable[[Copies, Side, jax.Array], tuple[jax.Array, Any]]
+    looks_back: bool = False
 
-    def objective(self, copies: Copies, microbatch: Any) -> tuple[jax.Array, Any]:
+    def objective(
+        self, copies: Copies, microbatch: Any, earlier: Any = None
+    ) -> tuple[jax.Array, Any]:
         """All of it on one stage: ``(piece of the objective, (head's report, layers' report))``."""
         side = self.side(microbatch)
         x = self.embed(copies, side, self.lookup(copies, side))
-        out = self.layers(copies["layers"], side, x, 0)
+        out = self.layers(copies["layers"], side, x, 0, earlier)
         objective, report = self.head(copies, side, out.x)
         return objective + out.piece, (report, out.report)

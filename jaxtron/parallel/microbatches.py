@@ -162,14 +162,14 @@ class Sequential:
         copies = plan.copies(params)
         layouts = plan.listed_layouts(len(copies["layers"]))
         gradient = jax.grad(
-            lambda part, microbatch: computation.objective(
-                with_trainable(copies, part), microbatch
+            lambda part, microbatch, earlier: computation.objective(
+                with_trainable(copies, part), microbatch, earlier
             ),
             has_aux=True,
         )
 
-        def one(microbatch: Any) -> tuple[Params, Any]:
-            g, reports = gradient(trainable(copies), microbatch)
+        def one(microbatch: Any, earlier: Any = None) -> tuple[Params, Any]:
+            g, reports = gradient(trainable(copies), microbatch, earlier)
             return plan.after_microbatch(g, layouts), reports
 
         first = jax.tree.map(lambda a: a[0], microbatches)
@@ -183,7 +183,8 @@ class Sequential:
             )
 
             def body(total: Any, microbatch: Any) -> Any:
-                return accumulate(total, one(microbatch)), None
+                earlier = total[1][1] if computation.looks_back else None
+                return accumulate(total, one(microbatch, earlier)), None
 
             if count is None:
                 (grads, reports), _ = lax.scan(body, start, microbatches)

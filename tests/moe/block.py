@@ -111,7 +111,7 @@ def run_block(
         positions = jnp.arange(length, dtype=jnp.int32) + region.index("context") * length
 
         def objective(copies: Any, x: jax.Array) -> Any:
-            total, outs, load = jnp.zeros(()), [], 0
+            total, outs, load = jnp.zeros(()), [], jnp.zeros(config.num_experts, jnp.int32)
             for m in range(microbatches):
                 rows = token_weights.shape[1]
                 randomness = None
@@ -126,7 +126,13 @@ def run_block(
                     None,
                     randomness,
                     dtype=jnp.dtype(jnp.float32),
-                    moe=MoEInputs(token_weights[m], positions, table.axes("experts"), "cpu"),
+                    moe=MoEInputs(
+                        token_weights[m],
+                        positions,
+                        table.axes("experts"),
+                        "cpu",
+                        earlier=load if m else None,
+                    ),
                 )
                 y, piece, counts = nnx.merge(graph, copies)(x[m], inputs, 0)
                 copies_of_y = 1 if region.sequence_parallel else region.tensor

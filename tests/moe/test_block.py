@@ -87,6 +87,26 @@ def test_dropped_tokens_have_no_output() -> None:
     np.testing.assert_allclose(y[~dropped], whole[~dropped], atol=1e-6 * scale)
 
 
+@pytest.mark.parametrize("mesh", [{}, {"expert": 2, "tensor": 2}, {"context": 2}], ids=str)
+def test_global_loss_counts_the_microbatches_so_far(mesh: dict[str, int]) -> None:
+    config = model_config(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1.0)
+    data = inputs_of()
+    data["cotangent"] = np.zeros_like(data["cotangent"])
+    _, weights, _ = block_parts(config)
+    router = np.asarray(weights["router"]["weight"], np.float64)
+    logits = data["x"] @ router.T
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    live = data["token_weights"] > 0
+    expected, counts = 0.0, np.zeros(8)
+    for rows in (slice(0, 4), slice(4, 8)):
+        chosen = np.argsort(-logits[rows][live[rows]], axis=-1)[:, :2]
+        counts += np.bincount(chosen.ravel(), minlength=8)
+        share = counts / counts.sum()
+        expected += 8 * (p[rows] * share * live[rows][..., None]).sum() / live.sum()
+    result = run_block(config, mesh, data=data, microbatches=2)
+    np.testing.assert_allclose(result["objective"], expected, rtol=1e-5)
+
+
 def one_expert(weights: Any) -> Any:
     """Weights whose router sends every token to experts 0 and 1 (the inputs are positive)."""
     router = np.zeros_like(weights["router"]["weight"])

@@ -44,6 +44,10 @@ DEFAULT: dict[str, dict[str, Any]] = {
         "parallel": {"expert": 2, "pipeline": 2},
         "model": BIAS | ALLGATHER | AHEAD,
     },
+    "expert4-pipeline2-global": {
+        "parallel": {"expert": 4, "pipeline": 2},
+        "model": {"moe_router_load_balancing_type": "global_aux_loss"},
+    },
     "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY | AHEAD},
     "latent-expert2-fsdp2-tensor2-zero3": {
         "parallel": {"expert": 2, "fsdp": 2, "tensor": 2, "data_sharding": "optim_grads_params"},

@@ -36,6 +36,7 @@ def balancing_loss(
     region: Region,
     axes: Sequence[str],
     over_rows: bool,
+    earlier: jax.Array | int = 0,
 ) -> jax.Array:
     """Piece of ``E / (topk T^2) sum_e (sum_t p_te) N_e`` averaged over its units by their tokens.
 
@@ -50,10 +51,12 @@ def balancing_loss(
         region: the manual region.
         axes: mesh axes that split a unit.
         over_rows: whether a unit is all rows (a microbatch), or one row (a sequence).
+        earlier: int32 ``[experts]``, choices in microbatches before that count with this one's, of
+            all devices. N and T are then the sums, and one T is still that of this microbatch.
     """
     if over_rows:
         counts = jnp.sum(counts, axis=0, keepdims=True)
-    counts = region.sum(counts, axes)
+    counts = region.sum(counts, axes) + earlier
     tokens = jnp.maximum(jnp.sum(counts, axis=-1) // topk, 1)
     load = counts.astype(jnp.float32) * (counts.shape[-1] / (topk * tokens[:, None]))
     each = jnp.sum(scores * load[:, None, :], axis=-1)

@@ -15,7 +15,11 @@ from jaxtron.layers.moe.scores import choose_experts, expert_scores
 from jaxtron.layers.moe.sinkhorn import sinkhorn
 from jaxtron.layers.moe.tokens import Tokens
 from jaxtron.layers.parameter import normal, zeros
+from jaxtron.mesh.axes import BATCH_AXES
 from jaxtron.models.config import ModelConfig
+
+BALANCING_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Values of ``model.moe_router_load_balancing_type`` that have a loss."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ class Router(nnx.Module):
             experts=experts,
             weights=jnp.where(experts < config.num_experts, weights, 0),
             counts=counts,
-            piece=self._losses(logits, live, token_weights, tokens),
+            piece=self._losses(logits, live, token_weights, tokens, moe),
         )
 
     def _jitter(
@@ -153,15 +157,24 @@ class Router(nnx.Module):
         return jnp.where(fit, experts, config.num_experts)
 
     def _losses(
-        self, logits: jax.Array, live: jax.Array, token_weights: jax.Array, tokens: Tokens
+        self,
+        logits: jax.Array,
+        live: jax.Array,
+        token_weights: jax.Array,
+        tokens: Tokens,
+        moe: MoEInputs,
     ) -> jax.Array:
         config = self.config
         piece = jnp.zeros((), jnp.float32)
         kind = config.moe_router_load_balancing_type
-        if config.moe_aux_loss_coeff and kind in ("aux_loss", "seq_aux_loss"):
+        if config.moe_aux_loss_coeff and kind in BALANCING_LOSSES:
             scores = expert_scores(logits, config)
             # the choice by scores alone: neither groups nor the bias enter the loss
             chosen = lax.top_k(lax.stop_gradient(logits), config.moe_router_topk)[1]
+            earlier: jax.Array | int = 0
+            if kind == "global_aux_loss" and moe.earlier is not None:
+                everyone = (*BATCH_AXES, "context", "tensor")
+                earlier = tokens.region.sum(moe.earlier, everyone)
             piece += config.moe_aux_loss_coeff * balancing_loss(
                 scores,
                 count_choices(chosen.astype(jnp.int32), live, logits.shape[-1]),
@@ -169,7 +182,8 @@ class Router(nnx.Module):
                 topk=config.moe_router_topk,
                 region=tokens.region,
                 axes=tokens.row_axes if kind == "seq_aux_loss" else tokens.microbatch_axes,
-                over_rows=kind == "aux_loss",
+                over_rows=kind != "seq_aux_loss",
+                earlier=earlier,
             )
         if config.moe_z_loss_coeff:
             piece += config.moe_z_loss_coeff * z_loss(logits, token_weights)

@@ -168,9 +168,10 @@ class _Step:
         for k, (_, count) in enumerate(self.programs.stretches):
             if count == 0:
                 continue
-            _, aux, kept = jax.eval_shape(
-                lambda k=k: self._linearise(k, self.zero_x, side, jnp.int32(0))
-            )
+            start = functools.partial(self._linearise, k, self.zero_x, side, jnp.int32(0))
+            _, aux, kept = jax.eval_shape(start)
+            if self.computation.looks_back:
+                _, aux, kept = jax.eval_shape(start, aux)
             if self.training:
                 self.stretches[k].entries = self.ring.assign(kept)
             report = jax.tree.map(lambda s: jnp.zeros((slots, *s.shape[1:]), s.dtype), aux)
@@ -286,12 +287,14 @@ class _Step:
             pairs = [(i, j) for i, j in pairs if j == i + step]
         return lax.ppermute(x, AXIS, pairs)
 
-    def _linearise(self, k: int, x: jax.Array, side: Any, first: jax.Array) -> Any:
+    def _linearise(
+        self, k: int, x: jax.Array, side: Any, first: jax.Array, earlier: Any = None
+    ) -> Any:
         """Forward pass of a stretch: ``(output, report, residuals)``."""
 
         def function(part: Any, x: jax.Array) -> Any:
             weights = with_trainable(self.weights[k], part)
-            out = self.computation.layers(weights, side, x, first)
+            out = self.computation.layers(weights, side, x, first, earlier)
             return (out.x, jnp.asarray(out.piece, jnp.float32)), out.report
 
         part = trainable(self.weights[k])
@@ -316,7 +319,10 @@ class _Step:
             start, count = self.programs.stretches[k]
             if count == 0:
                 return carry.x, carry.ring, carry.layer_report
-            y, report, kept = self._linearise(k, carry.x, side, own["f_first"])
+            earlier = None
+            if self.computation.looks_back:  # a stage takes microbatches in their order
+                earlier = self._cut(carry.layer_report, start, count)
+            y, report, kept = self._linearise(k, carry.x, side, own["f_first"], earlier)
             ring = write(carry.ring, self.stretches[k], kept, own["f_slot"])
             report = _where(own["f_works"], report)
             total = jax.tree.map(functools.partial(_add_at, start), carry.layer_report, report)
