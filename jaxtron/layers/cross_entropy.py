@@ -19,6 +19,7 @@ from jaxtron.parallel.region import VOCAB_AXES, Region
 
 # fp32 logits of one chunk on one device
 CHUNK_BYTES = 512 * 2**20
+CHUNK_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ class CrossEntropy:
         """Tokens per chunk for ``rows`` local vocabulary rows."""
         limit = self.chunk_tokens or max(1, CHUNK_BYTES // (4 * rows))
         chunks = -(-tokens // limit)
-        return -(-tokens // chunks)
+        size = -(-tokens // chunks)
+        if self.chunk_tokens is not None:
+            return size
+        # XLA copies operands whose dimensions are no multiples of 8
+        return min(tokens, -(-size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
 
 
 def _chunks(tokens: int, chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
