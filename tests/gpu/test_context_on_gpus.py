@@ -21,15 +21,19 @@ pytestmark = pytest.mark.gpu
 BATCH, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 512, 8, 4, 64
 SCALE = HEAD_DIM**-0.5
 
-# name: (ring, all_to_all, gather)
+# name: (ring, all_to_all, rows side by side, gather)
 CUTS = {
-    "all_gather 2": (2, 1, True),
-    "ring 2": (2, 1, False),
-    "all_to_all 2": (1, 2, False),
-    "all_gather 4": (4, 1, True),
-    "ring 4": (4, 1, False),
-    "all_to_all 4": (1, 4, False),
-    "hierarchical 2 x 2": (2, 2, False),
+    "all_gather 2": (2, 1, 1, True),
+    "ring 2": (2, 1, 1, False),
+    "all_to_all 2": (1, 2, 1, False),
+    "two rows of 1": (1, 1, 2, False),
+    "all_gather 4": (4, 1, 1, True),
+    "ring 4": (4, 1, 1, False),
+    "all_to_all 4": (1, 4, 1, False),
+    "hierarchical 2 x 2": (2, 2, 1, False),
+    "two rows, all_gather 2": (2, 1, 2, True),
+    "two rows, ring 2": (2, 1, 2, False),
+    "two rows, all_to_all 2": (1, 2, 2, False),
 }
 DOCUMENTS = np.stack(
     [
@@ -60,10 +64,14 @@ def output_and_gradients(
     """Output, dq, dk and dv in natural order."""
     context = ContextAttention(layout, gather)
     order = layout.order(LENGTH)
-    mesh = Mesh(np.array(jax.devices("gpu")[: layout.size]), ("context",))
-    *qkv, dout = (jnp.asarray(x[:, order], dtype) for x in arrays())
+    mesh = Mesh(np.array(jax.devices("gpu")[: layout.groups * layout.size]), ("context",))
+
+    def side_by_side(x: np.ndarray) -> np.ndarray:
+        return x[:, order].reshape(-1, layout.groups * LENGTH, *x.shape[2:])
+
+    *qkv, dout = (jnp.asarray(side_by_side(x), dtype) for x in arrays())
     segments = mask.get("segment_ids")
-    segments = None if segments is None else jnp.asarray(segments[:, order])
+    segments = None if segments is None else jnp.asarray(side_by_side(segments))
 
     def local(q: Any, k: Any, v: Any, dout: Any, segments: Any) -> Any:
         attend = context.attend(
@@ -85,7 +93,8 @@ def output_and_gradients(
     specs = (*[spec] * 4, None if segments is None else spec)
     function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     results = jax.jit(function)(*qkv, dout, segments)
-    return [np.asarray(x, np.float32)[:, np.argsort(order)] for x in results]
+    rows = (np.asarray(x, np.float32).reshape(BATCH, LENGTH, *x.shape[2:]) for x in results)
+    return [x[:, np.argsort(order)] for x in rows]
 
 
 @functools.cache
@@ -97,10 +106,10 @@ def exact(mask: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cut", CUTS)
 def test_cudnn_by_every_strategy_equals_the_exact_kernel(cut: str, mask: str) -> None:
-    ring, all_to_all, gather = CUTS[cut]
-    layout = ContextLayout(ring, all_to_all)
-    if len(jax.devices("gpu")) < layout.size:
-        pytest.skip(f"needs {layout.size} GPUs")
+    ring, all_to_all, groups, gather = CUTS[cut]
+    layout = ContextLayout(ring, all_to_all, groups)
+    if len(jax.devices("gpu")) < groups * layout.size:
+        pytest.skip(f"needs {groups * layout.size} GPUs")
     got = output_and_gradients(layout, gather, "cudnn", jnp.bfloat16, MASKS[mask])
     for a, b in zip(got, exact(mask), strict=True):
         assert np.isfinite(a).all()
