@@ -8,16 +8,13 @@ This is the public way to train without the Trainer (``scripts/custom_loop.py``)
 """
 
 import copy
-import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtron.config.batch import batch_layout
@@ -27,25 +24,20 @@ from jaxtron.config.validate import validate_for_training
 from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
-from jaxtron.layers.cross_entropy import CrossEntropy
-from jaxtron.layers.inputs import LayerInputs, LayerNumber, MoEInputs, Randomness
 from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
-from jaxtron.layers.moe.step import live_tokens, load_metrics, updated_buffers
-from jaxtron.layers.outputs import LayerOutput
-from jaxtron.layers.remat import Remat
+from jaxtron.layers.moe.step import load_metrics, updated_buffers
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
-from jaxtron.models.ahead import PredictsAhead, ahead_objective, ahead_of
+from jaxtron.models.ahead import PredictsAhead, ahead_of
 from jaxtron.models.architectures import ARCHITECTURES
 from jaxtron.models.model import Model
-from jaxtron.observe.flops import mean_causal_keys_of
+from jaxtron.objective import Objective
 from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import ROWS_APART, make_optimizer
 from jaxtron.optim.schedule import learning_rate_schedule
 from jaxtron.optim.streamed import StreamedUpdate
 from jaxtron.parallel.batch import batch_placement
-from jaxtron.parallel.computation import Computation
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
 from jaxtron.parallel.microbatches import GradientPlan, Sequential
@@ -53,14 +45,15 @@ from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.parallel.pipeline.executor import Pipelined
 from jaxtron.parallel.pipeline.layout import place_layers
 from jaxtron.parallel.pipeline.registry import find_schedule
-from jaxtron.parallel.pipeline.stack_order import StackOrder, is_stacked, stack_order
+from jaxtron.parallel.pipeline.stack_order import StackOrder, stack_order
+from jaxtron.parallel.pipeline.state_order import StateOrder
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import moments_on_host, optimizer_state_shardings
+from jaxtron.precision.dtypes import DTYPES
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
 from jaxtron.precision.loss_scale import loss_scaler
 
-DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 State = dict[str, Any]
 
 
@@ -208,6 +201,7 @@ class Program:
             self.state_shardings["loss_scale"] = jax.tree.map(
                 lambda _: self.replicated, self.scaler.init()
             )
+        self._order = StateOrder(self.order, self.mesh, self.state_shardings)
         self.train_step = jax.jit(
             self._train_step,
             donate_argnums=0,
@@ -221,7 +215,6 @@ class Program:
         config, sizes = self.config, self.sizes
         cut = context_layout(config.parallel, sizes["context"], degree)
         gather = config.parallel.context_strategy == "all_gather"
-        self.seq_length = length
         self.context = ContextAttention(cut, gather)
         heads_split = self.rules.size("heads") * cut.all_to_all
         self.attention_backend = choose_backend(
@@ -243,6 +236,18 @@ class Program:
             self.platform,
         )
         self.placement = batch_placement(self.mesh, self.rules, microbatches, rows, self.context)
+        self.objective = Objective(
+            config=config,
+            model=self.model,
+            plan=self.plan,
+            region=self.region,
+            rules=self.rules,
+            context=self.context,
+            attention_backend=self.attention_backend,
+            seq_length=length,
+            rows_per_microbatch=self.placement.rows_per_microbatch,
+            platform=self.platform,
+        )
 
     def with_rows(self, degree: int, length: int, microbatches: int) -> "Program":
         """The same model and state with other rows, for :meth:`add_gradients` and :meth:`place`.
@@ -285,43 +290,8 @@ class Program:
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
             self.order.logical(placed),
-            self._logical_shardings(placed),
+            self._order.logical_shardings(placed),
         )
-
-    def _logical_shardings(self, placed: Any) -> Any:
-        """Shardings of a part of the state in logical order.
-
-        Layers that do not divide evenly over the stages are split along another dimension.
-        """
-        shardings = {name: self.state_shardings[name] for name in placed}
-        if self.order.num_layers % self.sizes["pipeline"] == 0:
-            return shardings
-        return self._whole_stacks(placed)
-
-    def _whole_stacks(self, placed: Any) -> Any:
-        """Shardings of a part of the state that leave stacks whole, split along another dimension.
-
-        Layers change their order in such arrays: each device does its part by itself. (Of a split
-        stack XLA's partitioner would gather all; JAX 0.11's fails on it.)
-        """
-        stages = self.sizes["pipeline"]
-
-        def whole(path: Any, leaf: Any, sharding: NamedSharding) -> NamedSharding:
-            if not is_stacked(path, leaf, len(self.order.layers)):
-                return sharding
-            shape = sharding.shard_shape(leaf.shape)
-            entries = [*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec))]
-            entries[0] = None
-            for dim in range(1, leaf.ndim):
-                if shape[dim] % stages == 0:
-                    entry = entries[dim] or ()
-                    own = (entry,) if isinstance(entry, str) else tuple(entry)
-                    entries[dim] = (*own, "pipeline")
-                    break
-            return NamedSharding(self.mesh, PartitionSpec(*entries))
-
-        shardings = {name: self.state_shardings[name] for name in placed}
-        return jax.tree_util.tree_map_with_path(whole, placed, shardings)
 
     def to_logical(self, state: State) -> State:
         """The state, or some of its entries, with the layers in the model's order.
@@ -329,34 +299,15 @@ class Program:
         The same arrays when the order is the same (no pipeline, or one chunk a stage and an even
         placement), else new ones.
         """
-        if self.order.identity:
-            return state
-        whole = self._whole_stacks(state)
-
-        def convert(state: State) -> State:
-            state = jax.tree.map(lax.with_sharding_constraint, state, whole)
-            return jax.tree.map(lax.with_sharding_constraint, self.order.logical(state), whole)
-
-        return jax.jit(convert, out_shardings=self._logical_shardings(state))(state)
+        return self._order.to_logical(state)
 
     def from_logical(self, state: State) -> State:
         """The inverse of :meth:`to_logical`; ``state`` may not be used afterwards."""
-        if self.order.identity:
-            return state
-        shardings = {name: self.state_shardings[name] for name in state}
-        return jax.jit(self._place, out_shardings=shardings)(state)
-
-    def _place(self, state: State) -> State:
-        """A part of the state from logical to placed order; traceable."""
-        if self.order.identity:
-            return state
-        whole = self._whole_stacks(jax.eval_shape(self.order.place, state))
-        state = jax.tree.map(lax.with_sharding_constraint, state, whole)
-        return jax.tree.map(lax.with_sharding_constraint, self.order.place(state), whole)
+        return self._order.from_logical(state)
 
     def place_params(self, params: Any) -> Any:
         """Parameters from logical to placed order; traceable."""
-        return self._place({"params": params})["params"]
+        return self._order.place({"params": params})["params"]
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -370,171 +321,6 @@ class Program:
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
-
-    def _computation(self, step: jax.Array | None = None, head: Any = None) -> Computation:
-        """A microbatch's way to its objective; ``step`` turns dropout on.
-
-        ``head`` replaces the loss by ``(copies, side, hidden states [b, s, h]) -> report``.
-        """
-        config, model, fetch = self.config, self.model, self.plan.fetch
-        remat = Remat(
-            config.train.recompute,
-            config.train.recompute_method,
-            config.train.recompute_num_layers,
-            self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
-            self.sizes["pipeline"] > 1,
-        )
-        cross_entropy = CrossEntropy(
-            region=self.region,
-            vocab_size=config.model.vocab_size,
-            z_loss_coeff=config.loss.z_loss_coeff,
-            chunk_tokens=config.loss.chunk_tokens,
-            logits_dtype=DTYPES[config.precision.logits],
-        )
-        positions = self.context.own_positions(self.seq_length)
-        tables = model.tables(positions)
-
-        def side(batch: Any) -> Any:
-            length = batch["tokens"].shape[1]
-            own = positions
-            if length != len(positions):
-                own = self.context.own_positions(length * self.context.layout.size)
-            rotary = tables if own is positions else model.tables(own)
-            if "position_ids" in batch:  # counted from the start of each document
-                rotary = model.tables(batch["position_ids"])
-            return {"position_ids": own, **batch, "positions": own, "tables": rotary}
-
-        def lookup(copies: Any, side: Any) -> jax.Array:
-            return model.lookup(copies, fetch, side["tokens"], self._inputs(side, step))
-
-        def embed(copies: Any, side: Any, x: jax.Array) -> jax.Array:
-            return model.embed(copies, fetch, x, side["position_ids"], self._inputs(side, step))
-
-        def layers(
-            weights: Any, side: Any, x: jax.Array, first: LayerNumber, earlier: Any
-        ) -> LayerOutput:
-            inputs = self._inputs(side, step)
-            if earlier is not None and inputs.moe is not None:
-                moe = dataclasses.replace(inputs.moe, earlier=earlier["load"])
-                inputs = dataclasses.replace(inputs, moe=moe)
-            return model.run_layers(weights, fetch, x, first, inputs, remat)
-
-        def loss(copies: Any, side: Any, x: jax.Array) -> Any:
-            inputs = self._inputs(side, step)
-            x = model.final(copies, fetch, x, inputs)
-            if head is not None:
-                return jnp.zeros(()), head(copies, side, x)
-            weight = model.output_weight(copies, fetch)
-
-            def predicted(x: jax.Array, targets: Any) -> tuple[jax.Array, jax.Array]:
-                return cross_entropy(
-                    x.reshape(-1, x.shape[-1]),
-                    weight,
-                    targets["labels"].reshape(-1),
-                    targets["token_weights"].reshape(-1),
-                )
-
-            objective, plain = predicted(x, side)
-            if "ahead" not in side:
-                return objective, plain
-            assert isinstance(model, PredictsAhead)
-            # the head's backward pass follows at once, on a pipeline too
-            kept = dataclasses.replace(remat, passes_apart=False)
-            added, reports = ahead_objective(
-                model, config.model, copies, fetch, x, side["ahead"], inputs, kept, predicted
-            )
-            return objective + added, (plain, reports)
-
-        looks_back = config.model.moe_router_load_balancing_type == "global_aux_loss"
-        return Computation(side, lookup, embed, layers, loss, looks_back)
-
-    def _inputs(self, side: Any, step: jax.Array | None) -> LayerInputs:
-        """What layers see of a microbatch besides the residual stream."""
-        config = self.config
-        randomness = None
-        if step is not None and config.model.random:
-            randomness = Randomness(
-                config=config.model,
-                region=self.region,
-                seed=config.train.seed,
-                step=step,
-                rows=side["rows"],
-                positions=side["positions"],
-            )
-        moe = None
-        if config.model.num_experts is not None:
-            moe = MoEInputs(
-                token_weights=side["router_weights"],
-                positions=side["positions"],
-                expert_axes=self.rules.axes("experts"),
-                platform=self.platform,
-            )
-        return LayerInputs(
-            region=self.region,
-            attend=self.context.attend(
-                side["tokens"].shape[1] * self.context.layout.size,
-                scale=1 / math.sqrt(config.model.head_dim),
-                window=config.model.window_size,
-                segment_ids=side.get("segment_ids"),
-                backend=self.attention_backend,
-            ),
-            rotary=side["tables"],
-            randomness=randomness,
-            dtype=DTYPES[config.precision.compute],
-            moe=moe,
-        )
-
-    def _live(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """Tokens that routers work for, fp32 like ``loss_mask [microbatch, row, seq]``."""
-        if "document_length" in batch:
-            return (batch["document_length"] > 0).astype(jnp.float32)
-        loss_mask = batch["loss_mask"]
-        positions = self.context.own_positions(loss_mask.shape[-1] * self.context.layout.size)
-        return live_tokens(loss_mask, positions, self.region)
-
-    def _attention_work(self, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Of packed rows, what a step's operations are counted from; else nothing.
-
-        ``real_tokens`` of documents, and the keys that they meet: ``causal_keys``, ``full_keys``.
-        """
-        if "document_length" not in batch:
-            return {}
-        lengths = batch["document_length"]
-        causal = mean_causal_keys_of(lengths, self.config.model.window_size)
-        return {
-            "real_tokens": self.region.sum(jnp.sum(lengths > 0), self._batch_axes()),
-            "causal_keys": self.region.sum(jnp.sum(causal), self._batch_axes()),
-            "full_keys": self.region.sum(jnp.sum(lengths, dtype=jnp.float32), self._batch_axes()),
-        }
-
-    def _batch_axes(self) -> tuple[str, ...]:
-        return (*self.rules.axes("batch"), *self.rules.axes("sequence"))
-
-    def _token_weights(self, loss_mask: jax.Array, total: jax.Array | None = None) -> jax.Array:
-        """Weight of every token ``[microbatch, row, seq]`` in the objective.
-
-        ``total`` is the sum of ``loss_mask`` over the step, where this is not all of it.
-        """
-        axes = self._batch_axes()
-        if total is not None:
-            return loss_mask / jnp.maximum(total, 1)
-        if self.config.loss.reduction == "token":
-            return loss_mask / jnp.maximum(self.region.sum(jnp.sum(loss_mask), axes), 1)
-        totals = self.region.sum(jnp.sum(loss_mask, axis=(1, 2), keepdims=True), axes)
-        return loss_mask / (jnp.maximum(totals, 1) * loss_mask.shape[0])
-
-    def _count(self, loss_mask: jax.Array) -> jax.Array:
-        return self.region.sum(jnp.sum(loss_mask > 0, dtype=jnp.int32), self._batch_axes())
-
-    def _global_rows(self, microbatches: int, rows: int) -> jax.Array:
-        """Rows of the global batch ``[microbatch, row]`` that this device holds."""
-        shard: jax.Array | int = 0
-        for axis in self.rules.axes("batch"):
-            shard = shard * self.sizes[axis] + lax.axis_index(axis)
-        first = jnp.arange(microbatches, dtype=jnp.int32) * self.placement.rows_per_microbatch
-        held = first[:, None] + shard * rows + jnp.arange(rows, dtype=jnp.int32)
-        groups = self.context.layout.groups
-        return held if groups == 1 else held * groups + self.context.layout.group()
 
     def _loss_and_gradients(
         self,
@@ -553,24 +339,31 @@ class Program:
         trained, live = share.get("trained"), share.get("live")
         microbatches: dict[str, Any] = {
             **{name: array for name, array in batch.items() if name != "document_length"},
-            "token_weights": scale * self._token_weights(batch["loss_mask"], trained),
-            "router_weights": scale * self._token_weights(self._live(batch), live),
-            "rows": self._global_rows(*batch["tokens"].shape[:2]) + share.get("first_row", 0),
+            "token_weights": scale * self.objective.token_weights(batch["loss_mask"], trained),
+            "router_weights": scale
+            * self.objective.token_weights(self.objective.live(batch), live),
+            "rows": self.objective.global_rows(*batch["tokens"].shape[:2])
+            + share.get("first_row", 0),
         }
         some = {"count": share["count"]} if share else {}
         depths = self.config.model.mtp_num_layers
         if depths is not None:
             microbatches["ahead"] = ahead_of(dict(batch), self.context, depths)
             for entry in microbatches["ahead"]:
-                entry["token_weights"] = scale * self._token_weights(entry.pop("loss_mask"))
+                entry["token_weights"] = scale * self.objective.token_weights(
+                    entry.pop("loss_mask")
+                )
         (loss, report), grads = self.executor.value_and_gradients(
-            self._computation(step), params, microbatches, **some
+            self.objective.computation(step), params, microbatches, **some
         )
         loss, ahead = (loss, []) if depths is None else loss
         ahead = jax.tree.map(lambda a: self.region.sum(a, AXES), ahead)
         axes = [axis for axis in AXES if axis != "pipeline"]
         report = jax.tree.map(lambda a: self.region.sum(a, axes), report)
-        tokens, work = self._count(batch["loss_mask"]), self._attention_work(batch)
+        tokens, work = (
+            self.objective.count(batch["loss_mask"]),
+            self.objective.attention_work(batch),
+        )
         return self.region.sum(loss, AXES), tokens, grads, report, work, ahead
 
     def loss_and_gradients(
@@ -735,10 +528,10 @@ class Program:
             microbatches = {
                 **{name: array for name, array in batch.items() if name != "document_length"},
                 "token_weights": mask,
-                "router_weights": self._live(batch),
+                "router_weights": self.objective.live(batch),
             }
-            loss = self.executor.reports(self._computation(), params, microbatches)
-            return self.region.sum(loss, AXES), self._count(mask)
+            loss = self.executor.reports(self.objective.computation(), params, microbatches)
+            return self.region.sum(loss, AXES), self.objective.count(mask)
 
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
@@ -767,7 +560,9 @@ class Program:
                 "last": last[None],
                 "router_weights": used[None],
             }
-            return self.executor.reports(self._computation(head=logits), params, microbatches)
+            return self.executor.reports(
+                self.objective.computation(head=logits), params, microbatches
+            )
 
         vocab = self.rules.axes("vocab") or None
         function = self._manual(

@@ -16,7 +16,8 @@ from jaxtron.errors import ConfigError
 from jaxtron.models.config import ModelConfig
 from jaxtron.models.decoder import Decoder
 from jaxtron.parallel.param_layout import is_layout, param_layouts
-from jaxtron.program import DTYPES, Program
+from jaxtron.precision.dtypes import DTYPES
+from jaxtron.program import Program
 
 
 def dense_config(config: Config) -> Config:

@@ -27,7 +27,7 @@ from jaxtron.parallel.config import DataSharding
 from jaxtron.parallel.param_layout import ParamLayout, is_layout, param_layouts
 from jaxtron.parallel.pipeline.layout import Placement, place_layers
 from jaxtron.parallel.pipeline.stack_order import stack_order
-from jaxtron.program import DTYPES
+from jaxtron.precision.dtypes import DTYPES
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def _forward(program: Program, params: Any, batch: Mapping[str, Any], step: Any,
 
     def local(params: Any, batch: Any, step: Any) -> jax.Array:
         copies = program.plan.copies(params)
-        batch = {**batch, "rows": program._global_rows(*batch["tokens"].shape[:2])}
+        batch = {**batch, "rows": program.objective.global_rows(*batch["tokens"].shape[:2])}
 
         def report(copies: Any, side: Any, x: jax.Array) -> jax.Array:
             if not head:
@@ -27,7 +27,7 @@ def _forward(program: Program, params: Any, batch: Mapping[str, Any], step: Any,
             weight = program.model.output_weight(copies, program.plan.fetch)
             return jnp.einsum("bsh,vh->bsv", x, weight, preferred_element_type=jnp.float32)
 
-        computation = program._computation(step, head=report)
+        computation = program.objective.computation(step, head=report)
 
         def one(microbatch: Any) -> jax.Array:
             return computation.objective(copies, microbatch)[1][0]
