@@ -204,11 +204,17 @@ class Checkpointer:
         step, self._pending = self._pending, None
         try:
             self._writer.wait()
+            if jax.process_index() == 0 and not (self._directory / str(step)).is_dir():
+                # Orbax keeps silent about a background write that was cancelled.
+                raise RuntimeError("the write ended without an error and without a checkpoint")
         except Exception as error:
             self._last_saved = None
             if jax.process_index() == 0:
                 # What was written takes room that the disk may lack.
-                step_folder.remove_leftovers(self._directory)
+                try:
+                    step_folder.remove_leftovers(self._directory)
+                except OSError as left:  # must not hide why the save failed
+                    _log.warning("what the failed save wrote cannot be removed: %s", left)
             raise _failed_save(self._directory / str(step), error) from error
         if jax.process_index() == 0 and self._config.keep is not None:
             complete = step_folder.scan(self._directory).complete

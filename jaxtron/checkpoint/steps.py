@@ -9,6 +9,7 @@ deletion leaves nothing that looks like a checkpoint.
 import dataclasses
 import re
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jaxtron.errors import CheckpointError
 _STEP = re.compile(r"\d+")
 _UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 _DELETED = re.compile(r"\d+\.deleted")
+_REMOVE_TRIES, _REMOVE_PAUSE_S = 50, 0.1
 _ADVICE = "use `python -m jaxtron.convert import` if its model family is supported"
 
 
@@ -148,9 +150,23 @@ def remove_leftovers(directory: Path) -> list[str]:
     removed = []
     for path in directory.iterdir():
         if _UNFINISHED.fullmatch(path.name) or _DELETED.fullmatch(path.name):
-            shutil.rmtree(path)
+            _remove_tree(path)
             removed.append(path.name)
     return sorted(removed)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder that threads of a failed save may still be writing in, for a short while."""
+    for _ in range(_REMOVE_TRIES - 1):
+        try:
+            shutil.rmtree(path)
+        except OSError:  # a file came or went between listing and removing
+            if not path.exists():
+                return
+            time.sleep(_REMOVE_PAUSE_S)
+        else:
+            return
+    shutil.rmtree(path)
 
 
 def set_aside(directory: Path, step: int) -> Path:

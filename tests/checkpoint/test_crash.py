@@ -190,6 +190,36 @@ def test_a_failed_background_write_surfaces_at_the_end(tmp_path, end):
     assert checkpointer.latest_step() is None
 
 
+def test_files_that_come_while_a_failed_save_is_removed_do_not_hide_its_error(
+    tmp_path, monkeypatch
+):
+    """Orbax's other threads go on writing for a moment after the first of them has failed."""
+    remove, busy = shutil.rmtree, [2]
+
+    def rmtree(path, *args, **keys):
+        if busy[0]:
+            busy[0] -= 1
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", "d")
+        remove(path, *args, **keys)
+
+    checkpointer = Checkpointer(config(tmp_path))
+    with file_size_limit(2**20):
+        checkpointer.save(2, tree(2, BIG), {})
+        monkeypatch.setattr(shutil, "rmtree", rmtree)
+        with pytest.raises(CheckpointError, match=rf"saving {tmp_path / '2'} failed"):
+            checkpointer.wait()
+    assert busy == [0] and os.listdir(tmp_path) == []
+
+
+def test_a_write_that_ends_without_a_checkpoint_is_a_failed_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(StateWriter, "write", lambda *_: None)
+    checkpointer = Checkpointer(config(tmp_path))
+    checkpointer.save(2, tree(2), {})
+    with pytest.raises(CheckpointError, match="failed: .*without a checkpoint"):
+        checkpointer.wait()
+    assert checkpointer.should_save(2, final=True)
+
+
 def test_a_failed_blocking_write_surfaces_at_once(tmp_path):
     checkpointer = Checkpointer(config(tmp_path, async_save=False))
     with file_size_limit(2**20), pytest.raises(CheckpointError, match=r"failed: .*File too large"):
