@@ -336,34 +336,28 @@ class Program:
         because the output layer's gradients are computed, and rounded, with its loss. ``share`` is
         of :meth:`add_gradients`; empty for a whole step.
         """
+        objective = self.objective
         trained, live = share.get("trained"), share.get("live")
         microbatches: dict[str, Any] = {
             **{name: array for name, array in batch.items() if name != "document_length"},
-            "token_weights": scale * self.objective.token_weights(batch["loss_mask"], trained),
-            "router_weights": scale
-            * self.objective.token_weights(self.objective.live(batch), live),
-            "rows": self.objective.global_rows(*batch["tokens"].shape[:2])
-            + share.get("first_row", 0),
+            "token_weights": scale * objective.token_weights(batch["loss_mask"], trained),
+            "router_weights": scale * objective.token_weights(objective.live(batch), live),
+            "rows": objective.global_rows(*batch["tokens"].shape[:2]) + share.get("first_row", 0),
         }
         some = {"count": share["count"]} if share else {}
         depths = self.config.model.mtp_num_layers
         if depths is not None:
             microbatches["ahead"] = ahead_of(dict(batch), self.context, depths)
             for entry in microbatches["ahead"]:
-                entry["token_weights"] = scale * self.objective.token_weights(
-                    entry.pop("loss_mask")
-                )
+                entry["token_weights"] = scale * objective.token_weights(entry.pop("loss_mask"))
         (loss, report), grads = self.executor.value_and_gradients(
-            self.objective.computation(step), params, microbatches, **some
+            objective.computation(step), params, microbatches, **some
         )
         loss, ahead = (loss, []) if depths is None else loss
         ahead = jax.tree.map(lambda a: self.region.sum(a, AXES), ahead)
         axes = [axis for axis in AXES if axis != "pipeline"]
         report = jax.tree.map(lambda a: self.region.sum(a, axes), report)
-        tokens, work = (
-            self.objective.count(batch["loss_mask"]),
-            self.objective.attention_work(batch),
-        )
+        tokens, work = objective.count(batch["loss_mask"]), objective.attention_work(batch)
         return self.region.sum(loss, AXES), tokens, grads, report, work, ahead
 
     def loss_and_gradients(
@@ -560,9 +554,8 @@ class Program:
                 "last": last[None],
                 "router_weights": used[None],
             }
-            return self.executor.reports(
-                self.objective.computation(head=logits), params, microbatches
-            )
+            computation = self.objective.computation(head=logits)
+            return self.executor.reports(computation, params, microbatches)
 
         vocab = self.rules.axes("vocab") or None
         function = self._manual(

@@ -194,7 +194,9 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
             for layout, shape in zip(current, jax.tree.leaves(model.shapes), strict=True)
         ),
         state=tuple(
-            state_bytes(level, layouts(level), abstract_optimizer, sizes)
+            state_bytes(
+                level, layouts(level), abstract_optimizer, sizes, DTYPES[config.precision.grads]
+            )
             for level in get_args(DataSharding)
         ),
         batch=batch_layout(config, sizes),

@@ -27,7 +27,7 @@ class StateBytes:
         copies: weights as layers read them (gathered, in the compute dtype), where they are not the
             stored ones; at ``optim_grads_params`` two layers at a time, or the embedding or output
             weight where that is larger.
-        gradients: fp32 accumulators.
+        gradients: accumulators over microbatches, in ``precision.grads``.
         params: fp32 master weights as stored.
         optimizer: the optimizer's state.
     """
@@ -60,7 +60,11 @@ def copy_shape(layout: ParamLayout, sizes: Mapping[str, int]) -> tuple[int, ...]
 
 
 def state_bytes(
-    level: DataSharding, layouts: Any, abstract_optimizer: Any, sizes: Mapping[str, int]
+    level: DataSharding,
+    layouts: Any,
+    abstract_optimizer: Any,
+    sizes: Mapping[str, int],
+    grads_dtype: Any = jnp.float32,
 ) -> StateBytes:
     """Count the state of one device.
 
@@ -69,6 +73,7 @@ def state_bytes(
         layouts: a :class:`ParamLayout` per parameter at that level, parts at the top.
         abstract_optimizer: ``jax.eval_shape`` of the optimizer's ``init``.
         sizes: sizes of the mesh axes.
+        grads_dtype: format in which gradients are summed over microbatches.
     """
     flat: Sequence[ParamLayout] = jax.tree.leaves(layouts, is_leaf=is_layout)
     stored = sum(math.prod(stored_shape(layout, sizes)) for layout in flat)
@@ -92,7 +97,7 @@ def state_bytes(
     return StateBytes(
         level=level,
         copies=copies,
-        gradients=FP32_BYTES * (stored if scattered else whole),
+        gradients=jnp.dtype(grads_dtype).itemsize * (stored if scattered else whole),
         params=FP32_BYTES * stored,
         optimizer=_optimizer_bytes(layouts, abstract_optimizer, sizes),
     )

@@ -158,3 +158,10 @@ def test_thousands_of_devices_need_no_devices():
     inspection = inspect_layout(config, 4096)
     assert inspection.num_devices == 4096
     assert math.prod(inspection.sizes.values()) == 4096
+
+
+def test_gradients_in_bf16_take_half_the_bytes():
+    config = load_config("configs/tiny.yaml", ["precision.grads=bf16"])
+    for plain, half in zip(inspect_layout(tiny(), 8).state, inspect_layout(config, 8).state):
+        assert 2 * half.gradients == plain.gradients
+        assert plain.total - half.total == half.gradients
