@@ -1,0 +1,228 @@
+"""What the model, the sequence and the batch must keep to on the sizes of the mesh axes."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxtron.config.batch import batch_layout
+from jaxtron.config.choices import divisors, either, multiples_near, tensor_sizes
+from jaxtron.config.config import Config
+from jaxtron.errors import ConfigError
+from jaxtron.mesh.rules import make_rules
+from jaxtron.parallel.pipeline.layout import place_layers
+from jaxtron.parallel.pipeline.registry import find_schedule
+
+Axes = Mapping[str, int]
+
+
+def _tensor_divides_heads(config: Config, axes: Axes) -> Iterator[str]:
+    heads, tensor = config.model.num_attention_heads, axes["tensor"]
+    if heads % tensor:
+        yield (
+            f"model.num_attention_heads {heads} is not a multiple of parallel.tensor {tensor}: "
+            f"set parallel.tensor to {tensor_sizes(axes, lambda t: heads % t == 0)}"
+        )
+
+
+def _tensor_fits_query_groups(config: Config, axes: Axes) -> Iterator[str]:
+    groups, tensor = config.model.query_groups, axes["tensor"]
+    if groups % tensor and tensor % groups:
+        heads = config.model.num_attention_heads
+        fitting = tensor_sizes(
+            axes, lambda t: heads % t == 0 and (groups % t == 0 or t % groups == 0)
+        )
+        yield (
+            f"model.num_query_groups {groups} and parallel.tensor {tensor}: groups are split over "
+            f"tensor, or repeated when tensor is a multiple of them, and here neither divides the "
+            f"other: set parallel.tensor to {fitting}"
+        )
+
+
+def _tensor_divides_ffn(config: Config, axes: Axes) -> Iterator[str]:
+    ffn, tensor = config.model.ffn_hidden_size, axes["tensor"]
+    if ffn % tensor:
+        yield (
+            f"model.ffn_hidden_size {ffn} is not a multiple of parallel.tensor {tensor}: set "
+            f"model.ffn_hidden_size to {either(multiples_near(ffn, tensor))}, or parallel.tensor "
+            f"to {tensor_sizes(axes, lambda t: ffn % t == 0)}"
+        )
+
+
+def _vocabulary_splits(config: Config, axes: Axes) -> Iterator[str]:
+    model = config.model
+    shards = axes["tensor"] * axes["pipeline"]
+    if model.padded_vocab_size % shards:
+        # The padding must not depend on the mesh, so it is the user's to choose once.
+        fix = math.lcm(model.make_vocab_size_divisible_by, shards)
+        yield (
+            f"the vocabulary of {model.vocab_size} padded to {model.padded_vocab_size} "
+            f"(model.make_vocab_size_divisible_by {model.make_vocab_size_divisible_by}) does not "
+            f"split over parallel.tensor {axes['tensor']} × parallel.pipeline {axes['pipeline']} = "
+            f"{shards}: set model.make_vocab_size_divisible_by to {fix}"
+        )
+
+
+def _sequence_parallel_has_tensor(config: Config, axes: Axes) -> Iterator[str]:
+    if config.parallel.sequence_parallel and axes["tensor"] == 1:
+        yield (
+            "parallel.sequence_parallel is true but parallel.tensor is 1, so there is nothing to "
+            "split the sequence over: set parallel.sequence_parallel to null (on when tensor > 1)"
+        )
+
+
+def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:
+    recompute = config.train.recompute
+    off = axes["tensor"] == 1 or config.parallel.sequence_parallel is False
+    if isinstance(recompute, dict) and "gathered_sequence" in recompute and off:
+        yield (
+            "train.recompute lists gathered_sequence, which exists with sequence parallelism only: "
+            "remove it, or set parallel.tensor above 1 with parallel.sequence_parallel null or true"
+        )
+
+
+def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
+    seq_length, context, tensor = config.data.seq_length, axes["context"], axes["tensor"]
+    sequence_parallel = config.parallel.sequence_parallel is not False and tensor > 1
+    # two chunks of the sequence on each member of context, their sum split over tensor
+    needs, over = [1], []
+    if context > 1:
+        needs.append(2 * context)
+        over.append(f"2 × parallel.context {context} (two chunks a device)")
+    if sequence_parallel:
+        needs.append(context * tensor)
+        shown = f"parallel.context {context} × " if context > 1 else ""
+        over.append(f"{shown}parallel.tensor {tensor} (sequence parallelism)")
+    split = math.lcm(*needs)
+    if seq_length % split:
+        yield (
+            f"data.seq_length {seq_length} is not a multiple of {' and of '.join(over)}: set "
+            f"data.seq_length to {either(multiples_near(seq_length, split))}"
+            + (", or parallel.sequence_parallel to false" if sequence_parallel else "")
+        )
+
+
+def _context_strategy_fits(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, context = config.parallel, axes["context"]
+    strategy, exchanging = parallel.context_strategy, parallel.context_all_to_all
+    if strategy != "hierarchical" and exchanging is not None:
+        yield (
+            f"parallel.context_all_to_all is {exchanging} but parallel.context_strategy is "
+            f"{strategy}: set parallel.context_strategy to hierarchical, or "
+            "parallel.context_all_to_all to null"
+        )
+        return
+    if context == 1:
+        return
+    if axes["pipeline"] > 1 and strategy in ("ring", "hierarchical"):
+        yield (
+            f"parallel.context_strategy is {strategy} and parallel.pipeline is {axes['pipeline']}: "
+            "a ring passes blocks by a collective-permute, which hangs on GPUs inside the branches "
+            "of a pipeline stage: set parallel.context_strategy to all_gather or all_to_all, or "
+            "parallel.pipeline to 1"
+        )
+    heads, groups = _attention_heads_per_device(config, axes)
+    fitting = [d for d in divisors(context) if heads % d == 0 and groups % d == 0]
+    have = f"{heads} query heads and {groups} key/value groups"
+    if strategy == "hierarchical":
+        inner = [d for d in fitting if 1 < d < context]
+        choices = f"parallel.context_all_to_all to {either(inner)}" if inner else ""
+        other = "parallel.context_strategy to ring or all_gather"
+        fix = f"{choices}, or {other}" if inner else other
+        if exchanging is None:
+            yield (
+                "parallel.context_strategy is hierarchical, but parallel.context_all_to_all is "
+                f"null: it must say how many members exchange heads; set {fix}"
+            )
+        elif context % exchanging or exchanging == context:
+            yield (
+                f"parallel.context_all_to_all {exchanging} does not cut parallel.context {context} "
+                f"in two or more groups: set {fix}"
+            )
+        elif exchanging not in fitting:
+            yield (
+                f"parallel.context_all_to_all {exchanging} does not divide the {have} that a "
+                f"device has after parallel.tensor {axes['tensor']}: set {fix}"
+            )
+    elif strategy == "all_to_all" and context not in fitting:
+        inner = [d for d in fitting if 1 < d < context]
+        hierarchical = (
+            f", or parallel.context_strategy to hierarchical with parallel.context_all_to_all "
+            f"{either(inner)}"
+            if inner
+            else ""
+        )
+        yield (
+            f"parallel.context_strategy is all_to_all, but parallel.context {context} does not "
+            f"divide the {have} that a device has after parallel.tensor {axes['tensor']}: set "
+            f"parallel.context_strategy to all_gather or ring{hierarchical}"
+        )
+
+
+def _attention_heads_per_device(config: Config, axes: Axes) -> tuple[int, int]:
+    """Query heads and key/value heads of one device, as the rules of the logical axes split them.
+
+    The sizes alone are looked at; rules that do not fit are reported elsewhere.
+    """
+    heads, groups = config.model.num_attention_heads, config.model.query_groups
+    try:
+        split = make_rules(config.parallel.rules, axes).size("heads")
+    except ConfigError:
+        split = axes["tensor"]
+    return max(1, heads // split), max(1, groups // split)
+
+
+def _batch_divides(config: Config, axes: Axes) -> Iterator[str]:
+    try:
+        batch_layout(config, axes)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _layers_fit_stages(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, stages = config.parallel, axes["pipeline"]
+    chunks = parallel.virtual_pipeline
+    if chunks < 1:
+        yield f"parallel.virtual_pipeline is {chunks}: a stage has 1 chunk of layers or more"
+    elif stages == 1 and chunks > 1:
+        yield (
+            f"parallel.virtual_pipeline is {chunks} but parallel.pipeline is 1, so there are no "
+            "stages to interleave: set parallel.virtual_pipeline to 1, or parallel.pipeline to 2 "
+            "or more"
+        )
+    else:
+        try:
+            place_layers(config.model.num_layers, stages, chunks, parallel.pipeline_layout)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _schedule_runs_microbatches(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, stages = config.parallel, axes["pipeline"]
+    chunks = parallel.virtual_pipeline
+    if chunks < 1 or (stages == 1 and chunks > 1):
+        return  # reported with the layers
+    try:
+        microbatches = batch_layout(config, axes).num_microbatches
+    except ConfigError:
+        return  # reported with the batch
+    try:
+        # One stage alone runs any number of microbatches one after the other.
+        schedule = find_schedule(parallel.pipeline_schedule)
+        schedule(stages, chunks, microbatches if stages > 1 else 1)
+    except ConfigError as error:
+        yield str(error)
+
+
+AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
+    _tensor_divides_heads,
+    _tensor_fits_query_groups,
+    _tensor_divides_ffn,
+    _vocabulary_splits,
+    _sequence_parallel_has_tensor,
+    _sequence_splits,
+    _context_strategy_fits,
+    _recompute_names_exist,
+    _batch_divides,
+    _layers_fit_stages,
+    _schedule_runs_microbatches,
+)
+"""Checks of the model, the sequence and the batch against the sizes of the mesh axes."""

@@ -1,0 +1,145 @@
+"""What the shape of a model, its sequence and its recomputation must keep to on any mesh."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from jaxtron.config.choices import divisors_near, either
+from jaxtron.config.config import Config
+from jaxtron.errors import ConfigError
+from jaxtron.layers.rope import rope_scaling_parameters
+from jaxtron.models.config import ModelConfig
+
+Axes = Mapping[str, int]
+
+
+def _heads_divide_hidden_size(config: Config) -> Iterator[str]:
+    model = config.model
+    derived = model.kv_channels is None and not model.multi_latent_attention
+    if derived and model.hidden_size % model.num_attention_heads:
+        yield (
+            f"model.hidden_size {model.hidden_size} is not a multiple of "
+            f"model.num_attention_heads {model.num_attention_heads}: set model.kv_channels to the "
+            f"size of a head, or model.num_attention_heads to "
+            f"{either(divisors_near(model.hidden_size, model.num_attention_heads))}"
+        )
+
+
+def _groups_divide_heads(config: Config) -> Iterator[str]:
+    heads, groups = config.model.num_attention_heads, config.model.query_groups
+    if heads % groups:
+        yield (
+            f"model.num_query_groups {groups} does not divide model.num_attention_heads {heads}: "
+            f"set model.num_query_groups to {either(divisors_near(heads, groups))}"
+        )
+
+
+def _rotary_channels_are_pairs(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.position_embedding_type != "rope":
+        return
+    rotated = model.rotary_channels
+    if rotated % 2 or rotated == 0:
+        yield (
+            f"model.rotary_percent {model.rotary_percent} of {model.head_dim} channels a head is "
+            f"{rotated:g}, but RoPE rotates pairs of channels: choose an even number of channels"
+        )
+
+
+def _rope_scaling_fits(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.rope_scaling is None:
+        return
+    if model.position_embedding_type != "rope":
+        yield (
+            f"model.rope_scaling is set but model.position_embedding_type is "
+            f"{model.position_embedding_type}: set model.rope_scaling to null"
+        )
+        return
+    try:
+        rope_scaling_parameters(model)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _sequence_fits_positions(config: Config) -> Iterator[str]:
+    longest, seq_length = config.model.max_position_embeddings, config.data.seq_length
+    if seq_length > longest:
+        yield (
+            f"data.seq_length {seq_length} is longer than model.max_position_embeddings {longest}: "
+            f"set model.max_position_embeddings to {seq_length}, or data.seq_length to {longest} "
+            "or less"
+        )
+
+
+def _eod_is_a_token(config: Config) -> Iterator[str]:
+    eod, vocab_size = config.data.eod_token, config.model.vocab_size
+    if eod is not None and eod >= vocab_size:
+        yield (
+            f"data.eod_token {eod} is not below model.vocab_size {vocab_size}: set data.eod_token "
+            f"to an id from 0 to {vocab_size - 1}, or model.vocab_size to {eod + 1} or more"
+        )
+
+
+def _recompute_method_fits(config: Config) -> Iterator[str]:
+    train, layers = config.train, config.model.num_layers
+    method, count = train.recompute_method, train.recompute_num_layers
+    if method is None and count is None:
+        return
+    if method is None:
+        yield (
+            f"train.recompute_num_layers is {count} but train.recompute_method is null: set "
+            "train.recompute_method to uniform or block, or train.recompute_num_layers to null"
+        )
+    if count is None:
+        yield (
+            f"train.recompute_method is {method} but train.recompute_num_layers is null: set "
+            f"train.recompute_num_layers to a number from 1 to {layers}, or "
+            "train.recompute_method to null"
+        )
+    elif count > layers:
+        yield (
+            f"train.recompute_num_layers {count} is more than model.num_layers {layers}: set it to "
+            f"{layers} or less"
+        )
+    if train.recompute != "full":
+        yield (
+            f"train.recompute_method and train.recompute_num_layers are forms of train.recompute: "
+            f"full, but train.recompute is {train.recompute}: set train.recompute to full, or both "
+            "to null"
+        )
+
+
+def _tokens_ahead_can_be_predicted(config: Config) -> Iterator[str]:
+    model = config.model
+    depths = model.mtp_num_layers
+    if depths is None:
+        if model.mtp_loss_scaling_factor != ModelConfig.mtp_loss_scaling_factor:
+            yield (
+                f"model.mtp_loss_scaling_factor is {model.mtp_loss_scaling_factor}, but "
+                "model.mtp_num_layers is null: set model.mtp_num_layers, or leave the factor out"
+            )
+        return
+    if model.position_embedding_type == "learned_absolute":
+        yield (
+            f"model.mtp_num_layers is {depths} and model.position_embedding_type is "
+            "learned_absolute: the last position has no embedding further ahead; set "
+            "model.position_embedding_type to rope, or model.mtp_num_layers to null"
+        )
+    if depths >= config.data.seq_length:
+        yield (
+            f"model.mtp_num_layers {depths} is not less than data.seq_length "
+            f"{config.data.seq_length}: nothing is that far ahead; set it to "
+            f"{config.data.seq_length - 1} or less"
+        )
+
+
+SHAPE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    _heads_divide_hidden_size,
+    _groups_divide_heads,
+    _rotary_channels_are_pairs,
+    _rope_scaling_fits,
+    _sequence_fits_positions,
+    _eod_is_a_token,
+    _recompute_method_fits,
+    _tokens_ahead_can_be_predicted,
+)
+"""Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""
