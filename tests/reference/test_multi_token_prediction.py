@@ -12,7 +12,8 @@ import pytest
 
 from jaxtron.config.load import load_config
 from jaxtron.program import Program
-from tests.reference.torch_run import LLAMA, build
+from tests.reference.models import MODELS
+from tests.reference.torch_run import build
 from tests.reference.weights import to_params
 
 torch = pytest.importorskip("torch")
@@ -24,15 +25,7 @@ ROWS, SEQ, DEPTHS, FACTOR = 4, 24, 2, 0.3
 def make_program(depths: int, **data: Any) -> Program:
     raw = {
         "model": {
-            "num_layers": LLAMA["num_hidden_layers"],
-            "hidden_size": LLAMA["hidden_size"],
-            "ffn_hidden_size": LLAMA["intermediate_size"],
-            "num_attention_heads": LLAMA["num_attention_heads"],
-            "num_query_groups": LLAMA["num_key_value_heads"],
-            "kv_channels": LLAMA["head_dim"],
-            "vocab_size": LLAMA["vocab_size"],
-            "layernorm_epsilon": LLAMA["rms_norm_eps"],
-            "rotary_base": LLAMA["rope_parameters"]["rope_theta"],
+            **MODELS["llama"],
             "make_vocab_size_divisible_by": 8,
             "max_position_embeddings": 32,
             "mtp_num_layers": depths,
