@@ -108,7 +108,13 @@ class DynamicProgram:
         batches = {entry: self._abstract_batch(entry) for entry in self._parts}
         some = next(iter(self._parts))
         shapes = jax.eval_shape(
-            self._parts[some]._with_report, state["params"], batches[some], 0, 1.0, share
+            self._parts[some]._with_report,
+            state["params"],
+            batches[some],
+            0,
+            1.0,
+            share,
+            jax.eval_shape(program.fp8_scales, state),
         )
         shardings = self._total_shardings(shapes)
         total = jax.tree.map(

@@ -50,6 +50,7 @@ from jaxtron.parallel.pipeline.state_order import StateOrder
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import moments_on_host, optimizer_state_shardings
 from jaxtron.precision.dtypes import DTYPES
+from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
 from jaxtron.precision.loss_scale import loss_scaler
@@ -62,8 +63,9 @@ class Program:
 
     The state is a dict of global arrays: ``params``, ``opt_state``, ``step`` (steps done, int32)
     and ``updates`` (optimizer updates applied; a step without a valid token applies none,
-    nor one over ``optimizer.grad_norm_skip_threshold``, nor one that overflows under fp16), and
-    under fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`). On a pipeline its stacked
+    nor one over ``optimizer.grad_norm_skip_threshold``, nor one that overflows under fp16), under
+    fp16 ``loss_scale`` (:mod:`jaxtron.precision.loss_scale`), and with the FP8 recipe delayed
+    ``fp8`` (:mod:`jaxtron.precision.fp8_delayed`). On a pipeline its stacked
     layers are in the order of the stages; :meth:`to_logical` and :meth:`from_logical` convert to
     the model's order, which checkpoints have.
 
@@ -138,6 +140,7 @@ class Program:
                 region=self.region,
                 gathers_in_layer=parallel.data_sharding == "optim_grads_params",
                 reduce_dtype=DTYPES[precision.grad_reduce],
+                tokens=config.train.global_batch_size * config.data.seq_length,
                 device=devices[0],
             ),
         )
@@ -201,6 +204,10 @@ class Program:
             self.state_shardings["loss_scale"] = jax.tree.map(
                 lambda _: self.replicated, self.scaler.init()
             )
+        self.delayed = None if self.plan.fp8 is None else self.plan.fp8.delayed
+        if self.delayed is not None:
+            by_stage = NamedSharding(self.mesh, PartitionSpec("pipeline"))
+            self.state_shardings["fp8"] = jax.tree.map(lambda _: by_stage, self.delayed.init())
         self._order = StateOrder(self.order, self.mesh, self.state_shardings)
         self.train_step = jax.jit(
             self._train_step,
@@ -272,9 +279,16 @@ class Program:
             "step": zero,
             "updates": zero,
         }
+        return state | self.init_scales()
+
+    def init_scales(self) -> State:
+        """The entries of an initial state that its precision asks for (traceable)."""
+        scales: State = {}
         if self.scaler is not None:
-            state["loss_scale"] = self.scaler.init()
-        return state
+            scales["loss_scale"] = self.scaler.init()
+        if self.delayed is not None:
+            scales |= self._order.place({"fp8": self.delayed.init()})
+        return scales
 
     def init_state(self) -> State:
         """Initial state from ``train.seed``: bitwise the same on every mesh."""
@@ -329,12 +343,13 @@ class Program:
         step: jax.Array,
         scale: jax.Array,
         share: Mapping[str, jax.Array],
+        fp8_scales: Scales | None,
     ) -> Any:
         """Local view: loss and token count (alike everywhere), gradients as stored shards.
 
         Loss and gradients are ``scale`` times what they are. The tokens' weights carry the factor,
         because the output layer's gradients are computed, and rounded, with its loss. ``share`` is
-        of :meth:`add_gradients`; empty for a whole step.
+        of :meth:`add_gradients`; empty for a whole step. ``fp8_scales`` are of this stage's layers.
         """
         objective = self.objective
         trained, live = share.get("trained"), share.get("live")
@@ -350,15 +365,15 @@ class Program:
             microbatches["ahead"] = ahead_of(dict(batch), self.context, depths)
             for entry in microbatches["ahead"]:
                 entry["token_weights"] = scale * objective.token_weights(entry.pop("loss_mask"))
-        (loss, report), grads = self.executor.value_and_gradients(
-            objective.computation(step), params, microbatches, **some
+        (loss, report), grads, measured = self.executor.value_and_gradients(
+            objective.computation(step), params, microbatches, scales=fp8_scales, **some
         )
         loss, ahead = (loss, []) if depths is None else loss
         ahead = jax.tree.map(lambda a: self.region.sum(a, AXES), ahead)
         axes = [axis for axis in AXES if axis != "pipeline"]
         report = jax.tree.map(lambda a: self.region.sum(a, axes), report)
         tokens, work = objective.count(batch["loss_mask"]), objective.attention_work(batch)
-        return self.region.sum(loss, AXES), tokens, grads, report, work, ahead
+        return self.region.sum(loss, AXES), tokens, grads, report, work, ahead, measured
 
     def loss_and_gradients(
         self,
@@ -370,7 +385,8 @@ class Program:
         """Loss, number of valid tokens, and gradients of a global batch (traceable).
 
         ``step`` is the number of steps done; dropout depends on it. The backward pass computes
-        ``loss_scale`` times the gradients; what is returned is divided by it again.
+        ``loss_scale`` times the gradients; what is returned is divided by it again. FP8 scales are
+        of the tensors themselves, whatever the recipe.
         """
         return self._with_report(params, batch, step, loss_scale)[:3]
 
@@ -381,29 +397,32 @@ class Program:
         step: jax.Array | int,
         loss_scale: jax.Array | float,
         share: Mapping[str, jax.Array] | None = None,
+        fp8_scales: Scales | None = None,
     ) -> Any:
         """:meth:`loss_and_gradients`, and what the layers report, stacked in their places.
 
-        After that what a step's operations are counted from, where rows are packed, and a list of
-        the reports of the depths of multi-token prediction.
+        After that what a step's operations are counted from, where rows are packed; a list of the
+        reports of the depths of multi-token prediction; and given ``fp8_scales``, the largest
+        magnitudes that were met in their place.
         """
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
         function = self._manual(
             self._loss_and_gradients,
-            (self.specs, batch_specs, *[PartitionSpec()] * 3),
+            (self.specs, batch_specs, *[PartitionSpec()] * 3, PartitionSpec("pipeline")),
             (
                 *[PartitionSpec()] * 2,
                 self.specs,
                 PartitionSpec("pipeline"),
                 *[PartitionSpec()] * 2,
+                PartitionSpec("pipeline"),
             ),
         )
         scale = jnp.asarray(loss_scale, jnp.float32)
-        loss, tokens, grads, report, work, ahead = function(
-            params, dict(batch), jnp.asarray(step, jnp.int32), scale, dict(share or {})
+        loss, tokens, grads, report, work, ahead, measured = function(
+            params, dict(batch), jnp.asarray(step, jnp.int32), scale, dict(share or {}), fp8_scales
         )
         if isinstance(loss_scale, float) and loss_scale == 1.0:
-            return loss, tokens, grads, report, work, ahead
+            return loss, tokens, grads, report, work, ahead, measured
         if self.config.model.num_experts is not None:
             report = {**report, "loss": report["loss"] / scale}
         for entry in ahead:
@@ -411,10 +430,14 @@ class Program:
             if entry["layer"]:
                 entry["layer"]["loss"] /= scale
         grads = jax.tree.map(lambda g: g / scale, grads)
-        return loss / scale, tokens, grads, report, work, ahead
+        return loss / scale, tokens, grads, report, work, ahead, measured
 
     def _loss_scale(self, state: State) -> jax.Array | float:
         return 1.0 if self.scaler is None else state["loss_scale"]["scale"]
+
+    def fp8_scales(self, state: State) -> Scales | None:
+        """Given scales of a step's FP8 tensors; None: they come from the tensors themselves."""
+        return None if self.delayed is None else self.delayed.scales(state["fp8"])
 
     def add_gradients(
         self,
@@ -437,12 +460,17 @@ class Program:
                 (rows of the parts before) and ``count`` of microbatches to compute.
         """
         scale = self._loss_scale(state)
-        part = self._with_report(state["params"], batch, state["step"], scale, share)
-        return jax.tree.map(jnp.add, total, part)
+        *part, largest = self._with_report(
+            state["params"], batch, state["step"], scale, share, self.fp8_scales(state)
+        )
+        *sums, before = total
+        return (*jax.tree.map(jnp.add, sums, part), jax.tree.map(jnp.maximum, before, largest))
 
     def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
         scale = self._loss_scale(state)
-        total = self._with_report(state["params"], batch, state["step"], scale)
+        total = self._with_report(
+            state["params"], batch, state["step"], scale, fp8_scales=self.fp8_scales(state)
+        )
         return self.apply_gradients(state, total)
 
     def apply_gradients(self, state: State, total: Any) -> tuple[State, Any]:
@@ -450,7 +478,7 @@ class Program:
 
         ``total`` is the sum of :meth:`add_gradients` over a step.
         """
-        loss, tokens, grads, report, work, ahead = total
+        loss, tokens, grads, report, work, ahead, measured = total
         scale = self._loss_scale(state)
         params, buffers = split_buffers(state["params"])
         grads, _ = split_buffers(grads)
@@ -510,6 +538,8 @@ class Program:
         if self.scaler is not None:
             metrics["loss_scale"] = scale
             new_state["loss_scale"] = self.scaler.update(state["loss_scale"], finite)
+        if self.delayed is not None:  # a step that updates nothing has measured all the same
+            new_state["fp8"] = self.delayed.update(state["fp8"], measured)
         return new_state, metrics
 
     # -- evaluation and inference --------------------------------------------------------------

@@ -90,8 +90,8 @@ def with_fresh_optimizer(program: Program, restored: State) -> State:
     """Complete a state of which ``params``, and ``step`` and ``updates`` or not, were restored.
 
     Without them the run starts at step 0. The optimizer has seen nothing, but the learning-rate
-    plan goes on from the restored number of updates. The loss scale is the first one, unless it was
-    restored.
+    plan goes on from the restored number of updates. Loss scale and FP8 scales are the first ones,
+    unless they were restored.
     """
 
     def init(params: Any, step: jax.Array, updates: jax.Array) -> State:
@@ -106,19 +106,28 @@ def with_fresh_optimizer(program: Program, restored: State) -> State:
         )
         return {"opt_state": opt_state, "step": step, "updates": updates}
 
-    restored = with_loss_scale(program, restored)
+    restored = with_scales(program, restored)
     counts = [restored.get(name, np.int32(0)) for name in ("step", "updates")]
     fresh = {name: program.state_shardings[name] for name in ("opt_state", "step", "updates")}
     return {**jax.jit(init, out_shardings=fresh)(restored["params"], *counts), **restored}
 
 
-def with_loss_scale(program: Program, restored: State) -> State:
-    """Complete a state of a run that did not compute in fp16, for one that does."""
-    if program.scaler is None or "loss_scale" in restored:
+SCALES = ("loss_scale", "fp8")
+"""Entries of a state that a run has or has not, by its precision."""
+
+
+def with_scales(program: Program, restored: State) -> State:
+    """Complete a state of a run of another precision: fp16 without, delayed FP8 scaling without."""
+    missing = [name for name in SCALES if name in program.state_shardings and name not in restored]
+    if not missing:
         return restored
-    log.info("no loss scale to go on with: it starts at %g", program.scaler.initial)
-    scale = jax.device_put(program.scaler.init(), program.replicated)
-    return {**restored, "loss_scale": scale}
+    log.info("no %s to go on with: it starts as in a new run", ", ".join(missing))
+    shardings = {name: program.state_shardings[name] for name in missing}
+
+    def init() -> State:
+        return {name: program.init_scales()[name] for name in missing}
+
+    return {**restored, **jax.jit(init, out_shardings=shardings)()}
 
 
 def _no_record(where: str, what: str) -> str:

@@ -25,12 +25,13 @@ from jaxtron.observe.throughput import Throughput
 from jaxtron.parallel.context.dynamic import dynamic_context
 from jaxtron.program import Program, State
 from jaxtron.resume import (
+    SCALES,
     check_architecture,
     check_continuation,
     consumed_samples,
     run_meta,
     with_fresh_optimizer,
-    with_loss_scale,
+    with_scales,
 )
 from jaxtron.upcycle import abstract_dense, dense_config, upcycled
 
@@ -132,13 +133,14 @@ class Trainer:
             state = {"params": upcycled(self.program, dense["params"])}
             return with_fresh_optimizer(self.program, state), 0, 0
         abstract = start.select(self.program.abstract_state())
-        if "loss_scale" not in self.checkpointer.entries(start.step, directory=start.directory):
-            abstract.pop("loss_scale", None)  # the run before did not compute in fp16
+        held = self.checkpointer.entries(start.step, directory=start.directory)
+        for name in set(SCALES) - held:  # the run before had another precision
+            abstract.pop(name, None)
         state, meta = self.checkpointer.restore(start.step, abstract, directory=start.directory)
         state = self.program.from_logical(state)
         if start.fresh_optimizer:
             state = with_fresh_optimizer(self.program, state)
-        state = with_loss_scale(self.program, state)
+        state = with_scales(self.program, state)
         if start.weights_only:
             return state, 0, 0
         consumed = consumed_samples(meta, where)

@@ -20,6 +20,7 @@ from jaxtron.parallel.data_sharding import (
 )
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.region import Region
+from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_plan import Fp8Plan
 from jaxtron.precision.fp8_weight import (
     accumulate,
@@ -80,12 +81,15 @@ class GradientPlan:
         layer = _map(ParamLayout.unstacked, self.layouts["layers"])
         return {**self.layouts, "layers": [layer] * count}
 
-    def copies(self, params: Params) -> Params:
-        """What layers read: gathered copies, or under ZeRO-3 the stored shards."""
+    def copies(self, params: Params, scales: Scales | None = None) -> Params:
+        """What layers read: gathered copies, or under ZeRO-3 the stored shards.
+
+        ``scales`` of FP8 inputs and gradients; None: from the tensors themselves.
+        """
         listed = self._listed(params)
         layouts = self.listed_layouts(len(listed["layers"]))
         if self.fp8 is not None:
-            layers = self.fp8.weights(params["layers"], listed["layers"], None)
+            layers = self.fp8.weights(params["layers"], listed["layers"], scales)
             listed = {**listed, "layers": layers}
 
         def copy(layout: ParamLayout, w: Any) -> Any:
@@ -118,6 +122,12 @@ class GradientPlan:
         """What is done to one microbatch's gradients of copies before they are accumulated."""
         return g if self.data_sharding in ("no_shard", "optim") else self.scatter(g, layouts)
 
+    def measured(self, grads: Params, scales: Scales | None) -> Scales:
+        """Largest magnitudes of FP8 inputs and gradients, if ``scales`` were given."""
+        if self.fp8 is None or scales is None:
+            return {}
+        return self.fp8.measured(grads["layers"])
+
     def finish(self, grads: Params) -> Params:
         """Accumulated gradients as stored shards, summed over all devices, layers stacked."""
         layouts = self.listed_layouts(len(grads["layers"]))
@@ -145,7 +155,8 @@ class Sequential:
         params: Params,
         microbatches: Any,
         count: jax.Array | None = None,
-    ) -> tuple[Any, Params]:
+        scales: Scales | None = None,
+    ) -> tuple[Any, Params, Scales]:
         """Sum over microbatches of what the computation reports, and the reduced gradients.
 
         Args:
@@ -153,13 +164,15 @@ class Sequential:
             params: stored shards.
             microbatches: arrays with a leading microbatch axis.
             count: how many of them to compute, from the first on, alike on all devices; None: all.
+            scales: of FP8 inputs and gradients; None: from the tensors themselves.
 
         Returns:
-            ``(reports, gradients)``: reports of head and layers, summed over microbatches, not over
-            devices; gradients as stored shards, fp32, summed over all devices.
+            ``(reports, gradients, measured)``: reports of head and layers, summed over
+            microbatches, not over devices; gradients as stored shards, fp32, summed over all
+            devices; given ``scales``, the largest magnitudes that the step had in their place.
         """
         plan = self.plan
-        copies = plan.copies(params)
+        copies = plan.copies(params, scales)
         layouts = plan.listed_layouts(len(copies["layers"]))
         gradient = jax.grad(
             lambda part, microbatch, earlier: computation.objective(
@@ -197,7 +210,7 @@ class Sequential:
                     return body(total, microbatch)[0]
 
                 grads, reports = lax.fori_loop(0, count, numbered, start)
-        return reports, plan.finish(grads)
+        return reports, plan.finish(grads), plan.measured(grads, scales)
 
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:
         """Sum over microbatches of what the head reports; forward passes alone."""

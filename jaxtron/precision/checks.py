@@ -7,12 +7,8 @@ from jaxtron.errors import ConfigError
 from jaxtron.precision.config import PrecisionConfig
 from jaxtron.precision.fp8_layers import bf16_layers, has_layer_exceptions
 
-_USE = "set precision.fp8 to current"
+_USE = "set precision.fp8 to current or delayed"
 _NOT_BUILT = {
-    "delayed": (
-        "this version takes every scale from the tensor itself and keeps no history of largest "
-        "magnitudes"
-    ),
     "blockwise": (
         "scales per 1x128 and 128x128 block need a matrix product that rescales its partial sums, "
         "which cuBLASLt, and so XLA, does not have on this GPU generation"

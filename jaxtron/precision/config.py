@@ -27,8 +27,8 @@ class PrecisionConfig:
     )
     fp8: Literal["current", "delayed", "blockwise", "mxfp8", "nvfp4"] | None = key(
         None,
-        "Recipe of the layers' matrix products in 8 bits: scales from the tensor itself (current); "
-        "null: none.",
+        "Recipe of the layers' matrix products in 8 bits: scales from the tensor itself (current) "
+        "or from the steps before (delayed); null: none.",
     )
     fp8_backend: Literal["auto", "xla"] = key(
         "auto", "Who multiplies FP8 matrices; auto is xla, which runs everywhere."
@@ -38,7 +38,14 @@ class PrecisionConfig:
     )
     fp8_amax_scope: Literal["tensor", "global"] = key(
         "tensor",
-        "What a scale covers: the tensor of one data-parallel replica, or of a whole microbatch.",
+        "What a scale covers under the recipe current: the tensor of one data-parallel replica, or "
+        "of a whole microbatch.",
+    )
+    fp8_amax_history_len: int = key(
+        1024, "Steps whose largest magnitudes the recipe delayed keeps.", ge=1
+    )
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = key(
+        "max", "What the recipe delayed takes from them: the largest or the newest."
     )
     fp8_exceptions: list[str] = key(
         [],

@@ -21,6 +21,7 @@ from jaxtron.mesh.axes import AXES
 from jaxtron.parallel.data_sharding import scatter_gradient
 from jaxtron.parallel.param_layout import ParamLayout
 from jaxtron.parallel.region import Region
+from jaxtron.precision.fp8_delayed import DelayedScaling, Scales
 from jaxtron.precision.fp8_weight import (
     Fp8Gradient,
     Fp8Site,
@@ -29,8 +30,6 @@ from jaxtron.precision.fp8_weight import (
     is_fp8_gradient,
 )
 from jaxtron.precision.quantise import amax, quantise, scale_of
-
-Scales = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class Fp8Plan:
         region: the manual region.
         gathers_in_layer: weights are gathered where they are used (ZeRO-3).
         reduce_dtype: dtype of gradient sums over devices.
+        delayed: where a step's scales come from; None: from the tensors themselves.
     """
 
     sites: Mapping[str, Fp8Site]
@@ -53,6 +53,7 @@ class Fp8Plan:
     region: Region
     gathers_in_layer: bool
     reduce_dtype: Any
+    delayed: DelayedScaling | None
 
     @property
     def products(self) -> list[str]:

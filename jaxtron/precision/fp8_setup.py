@@ -13,6 +13,7 @@ from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.region import Region
 from jaxtron.precision.checks import check_device
 from jaxtron.precision.config import PrecisionConfig
+from jaxtron.precision.fp8_delayed import DelayedScaling
 from jaxtron.precision.fp8_layers import exceptions
 from jaxtron.precision.fp8_plan import Fp8Plan
 from jaxtron.precision.fp8_weight import Fp8Recipe, Fp8Site
@@ -29,6 +30,7 @@ def make_fp8_plan(
     region: Region,
     gathers_in_layer: bool,
     reduce_dtype: Any,
+    tokens: int,
     device: jax.Device,
 ) -> Fp8Plan | None:
     """The plan of ``precision.fp8``; None without FP8.
@@ -43,6 +45,7 @@ def make_fp8_plan(
         region: the manual region.
         gathers_in_layer: weights are gathered where they are used.
         reduce_dtype: dtype of gradient sums over devices.
+        tokens: in a step.
         device: one of the devices.
 
     Raises:
@@ -86,6 +89,16 @@ def make_fp8_plan(
                 region, shared, [within[p] for p in together], product, inputs=False
             ),
         )
+    delayed = None
+    if config.fp8 == "delayed":
+        delayed = DelayedScaling(
+            products=tuple(sorted(set(names.values()))),
+            num_layers=num_layers,
+            history_length=config.fp8_amax_history_len,
+            algorithm=config.fp8_amax_compute_algo,
+            formats=(recipe.forward, recipe.backward),
+            tokens=tokens,
+        )
     return Fp8Plan(
         sites=sites,
         layouts={path: within[path] for path in sites},
@@ -93,6 +106,7 @@ def make_fp8_plan(
         region=region,
         gathers_in_layer=gathers_in_layer,
         reduce_dtype=reduce_dtype,
+        delayed=delayed,
     )
 
 

@@ -45,10 +45,11 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Bits of ``x / scale`` in an 8-bit format, rounded to nearest even, saturating.
 
     A plain cast to E4M3 gives NaN above 464; here larger magnitudes become the largest finite
-    value. NaN stays NaN.
+    value. NaN stays NaN, and an infinity becomes one instead of a large finite number.
     """
     largest = float(jnp.finfo(dtype).max)
-    values = jnp.clip(x.astype(jnp.float32) * (1 / scale), -largest, largest).astype(dtype)
+    values = jnp.clip(x.astype(jnp.float32) * (1 / scale), -largest, largest)
+    values = jnp.where(jnp.isinf(x), jnp.nan, values).astype(dtype)
     return lax.bitcast_convert_type(values, jnp.uint8)
 
 

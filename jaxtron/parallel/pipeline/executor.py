@@ -42,6 +42,7 @@ from jaxtron.parallel.pipeline.table import (
     programs,
     tick_table,
 )
+from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_weight import accumulate, trainable, with_trainable, zero_gradients
 
 AXIS = "pipeline"
@@ -85,22 +86,27 @@ class Pipelined:
     placement: Placement
 
     def value_and_gradients(
-        self, computation: Computation, params: Params, microbatches: Any
-    ) -> tuple[Any, Params]:
+        self,
+        computation: Computation,
+        params: Params,
+        microbatches: Any,
+        scales: Scales | None = None,
+    ) -> tuple[Any, Params, Scales]:
         """As :meth:`jaxtron.parallel.microbatches.Sequential.value_and_gradients`.
 
-        Gradients and the layers' reports are those of the stage's own layers.
+        Gradients, scales and the layers' reports are those of the stage's own layers.
         """
-        step = _Step(self, self.schedule, computation, params, microbatches, training=True)
+        step = _Step(self, self.schedule, computation, params, microbatches, True, scales)
         carry = step.run()
-        grads = self.plan.finish({**carry.rest, "layers": carry.layers})
-        return (carry.head_report, carry.layer_report), grads
+        grads = {**carry.rest, "layers": carry.layers}
+        reports = carry.head_report, carry.layer_report
+        return reports, self.plan.finish(grads), self.plan.measured(grads, scales)
 
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:
         """As :meth:`jaxtron.parallel.microbatches.Sequential.reports`."""
         count = jax.tree.leaves(microbatches)[0].shape[0]
         schedule = forward_schedule(self.schedule.stages, self.schedule.chunks, count)
-        step = _Step(self, schedule, computation, params, microbatches, training=False)
+        step = _Step(self, schedule, computation, params, microbatches, False, None)
         return step.run().head_report
 
 
@@ -114,12 +120,12 @@ class _Step:
         computation: Computation,
         params: Params,
         microbatches: Any,
-        *,
         training: bool,
+        scales: Scales | None,
     ) -> None:
         self.plan, self.schedule = pipeline.plan, schedule
         self.computation, self.microbatches, self.training = computation, microbatches, training
-        copies = self.plan.copies(params)
+        copies = self.plan.copies(params, scales)
         self.rest = {part: copies[part] for part in copies if part != "layers"}
         self.layers = copies["layers"]
         layouts = self.plan.listed_layouts(len(self.layers))
