@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from jaxtron.kernels.attention_block import BlockKernel
 from jaxtron.kernels.attention_block_cudnn import CudnnBlockKernel
 from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
+from jaxtron.kernels.attention_tiles import TiledBlockKernel
+
+TILE = 2048
 
 
 class CudnnAttention:
@@ -22,7 +25,8 @@ class CudnnAttention:
 
     name = "cudnn"
     fused = True
-    blocks: BlockKernel = CudnnBlockKernel()
+    tile: int | None = TILE
+    blocks: BlockKernel = TiledBlockKernel(CudnnBlockKernel(), TILE)
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """bf16 and fp16 on an NVIDIA GPU, without dropout."""

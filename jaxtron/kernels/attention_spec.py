@@ -95,11 +95,14 @@ class AttentionBackend(Protocol):
         fused: whether the forward pass is one of ``FUSED_ATTENTION`` (``layers/remat.py``), whose
             results stand for ``core_attn``; otherwise the output gets that name.
         blocks: the same kernel for one block of keys, with results that can be merged.
+        tile: packed rows of several tiles of this many tokens go through ``blocks``, which leaves
+            out what documents hide; None: it computes no less than the kernel itself.
     """
 
     name: str
     fused: bool
     blocks: BlockKernel
+    tile: int | None
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """None if the kernel computes ``spec`` exactly on ``platform``, else the reason why not."""

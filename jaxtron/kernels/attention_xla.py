@@ -20,6 +20,7 @@ class XlaAttention:
     name = "xla"
     fused = False
     blocks: BlockKernel = XlaBlockKernel()
+    tile: int | None = None
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """Everything that :class:`AttentionSpec` can express."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jaxtron.kernels import query_blocks
 from jaxtron.kernels.attention_block import BlockMask, merge
 from jaxtron.kernels.attention_block_xla import XlaBlockKernel
+from jaxtron.kernels.attention_tiles import TiledBlockKernel
 from jaxtron.layers.dropout import AttentionDropout, dropout_key
 from tests.kernels.reference import attention, attention_gradients, visible_keys
 
@@ -31,9 +33,10 @@ MASKS = {
 }
 
 
-def blocks(segments: np.ndarray | None = None, window: int | None = None):
-    """(queries, keys, mask) of the pairs of thirds that causal attention needs."""
-    thirds = [slice(0, 4), slice(4, 8), slice(8, 12)]
+def blocks(segments: np.ndarray | None = None, window: int | None = None, parts: int = 3):
+    """(queries, keys, mask) of the pairs of parts that causal attention needs."""
+    size = LENGTH // parts
+    thirds = [slice(i * size, (i + 1) * size) for i in range(parts)]
     positions = np.arange(LENGTH, dtype=np.int32)
     for i, rows in enumerate(thirds):
         for columns in thirds[: i + 1]:
@@ -97,6 +100,43 @@ def test_merged_blocks_equal_the_softmax_over_all_keys(mask: str) -> None:
         (dq, dk, dv), attention_gradients(q, k, v, SCALE, seen, dout), strict=True
     ):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tile", [2, 4])
+def test_tiles_equal_the_softmax_over_all_keys(mask: str, tile: int) -> None:
+    q, k, v, dout = arrays()
+    [(_, _, block)] = blocks(**MASKS[mask], parts=1)
+    kernel = TiledBlockKernel(KERNEL, tile)
+    seen = visible(**MASKS[mask])
+    out, lse = kernel.forward(q, k, v, scale=SCALE, mask=block, dropout=None)
+    np.testing.assert_allclose(out, attention(q, k, v, SCALE, seen), rtol=1e-5, atol=1e-6)
+    shares = kernel.backward(q, k, v, out, lse, dout, scale=SCALE, mask=block, dropout=None)
+    want = attention_gradients(q, k, v, SCALE, seen, dout)
+    for got, expected in zip(shares, want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_tiles_without_a_visible_pair_are_not_computed() -> None:
+    """Twelve tokens in tiles of two, documents of five and seven, and of two, three and seven."""
+    q, k, v, _ = arrays()
+    [(_, _, block)] = blocks(SEGMENTS, parts=1)
+    computed: list[tuple[int, int]] = []
+
+    class Watched(XlaBlockKernel):
+        def forward(self, q, k, v, *, mask, **rest):
+            jax.debug.callback(
+                lambda i, j: computed.append((int(i) // 2, int(j) // 2)),
+                mask.query_positions[0],
+                mask.key_positions[0],
+            )
+            return super().forward(q, k, v, mask=mask, **rest)
+
+    kernel = TiledBlockKernel(Watched(), 2)
+    jax.block_until_ready(kernel.forward(q, k, v, scale=SCALE, mask=block, dropout=None))
+    jax.effects_barrier()
+    seen = visible(SEGMENTS).any(axis=0).reshape(6, 2, 6, 2).any(axis=(1, 3))
+    assert sorted(computed) == [tuple(pair) for pair in np.argwhere(seen)]
 
 
 def test_log_sum_exp_is_the_natural_logarithm_of_the_sum_over_visible_keys() -> None:

@@ -79,6 +79,10 @@ class ContextAttention:
             )
             segment_ids = whole[:, np.argsort(layout.order(length))]
         positions = jnp.arange(length, dtype=jnp.int32)
+        tile = backend.tile
+        in_tiles = (
+            segment_ids is not None and tile is not None and length > tile and length % tile == 0
+        )
         blockwise = Blockwise(
             layout=layout,
             gather=self.gather,
@@ -101,7 +105,7 @@ class ContextAttention:
                     query_positions=positions,
                     key_positions=positions,
                 )
-            if layout.ring > 1:
+            if layout.ring > 1 or in_tiles:
                 out = blockwise_attention(blockwise, q, k, v, BlockInputs(segment_ids, dropout))
             else:
                 out = dot_product_attention(
