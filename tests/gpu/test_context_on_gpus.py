@@ -1,4 +1,4 @@
-"""Context parallelism with cuDNN on 2 to 4 GPUs against the exact kernel on one.
+"""Attention over a context axis with cuDNN, on 1 to 4 GPUs, against the exact kernel on one.
 
 Run with ``pytest -m gpu tests/gpu/test_context_on_gpus.py``.
 """
@@ -13,6 +13,10 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtron.kernels.attention import ATTENTION_BACKENDS
+from jaxtron.kernels.attention_block_cudnn import CudnnBlockKernel
+from jaxtron.kernels.attention_cudnn import CudnnAttention
+from jaxtron.kernels.attention_spec import AttentionBackend
+from jaxtron.kernels.attention_tiles import TiledBlockKernel
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import ContextLayout
 
@@ -59,7 +63,7 @@ def arrays() -> list[np.ndarray]:
 
 
 def output_and_gradients(
-    layout: ContextLayout, gather: bool, backend: str, dtype: Any, mask: dict[str, Any]
+    layout: ContextLayout, gather: bool, backend: AttentionBackend, dtype: Any, mask: dict[str, Any]
 ) -> list[np.ndarray]:
     """Output, dq, dk and dv in natural order."""
     context = ContextAttention(layout, gather)
@@ -79,7 +83,7 @@ def output_and_gradients(
             scale=SCALE,
             window=mask.get("window"),
             segment_ids=segments,
-            backend=ATTENTION_BACKENDS[backend],
+            backend=backend,
         )
 
         def objective(q: Any, k: Any, v: Any) -> Any:
@@ -100,7 +104,15 @@ def output_and_gradients(
 @functools.cache
 def exact(mask: str) -> list[np.ndarray]:
     """In fp32 on one GPU."""
-    return output_and_gradients(ContextLayout(1, 1), False, "xla", jnp.float32, MASKS[mask])
+    xla = ATTENTION_BACKENDS["xla"]
+    return output_and_gradients(ContextLayout(1, 1), False, xla, jnp.float32, MASKS[mask])
+
+
+def assert_equals_the_exact_kernel(got: list[np.ndarray], mask: str) -> None:
+    for a, b in zip(got, exact(mask), strict=True):
+        assert np.isfinite(a).all()
+        # bf16 rounds inputs and outputs to 2**-9 relative; judged against the largest value
+        assert np.abs(a - b).max() < 0.015 * np.abs(b).max()
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -110,8 +122,15 @@ def test_cudnn_by_every_strategy_equals_the_exact_kernel(cut: str, mask: str) ->
     layout = ContextLayout(ring, all_to_all, groups)
     if len(jax.devices("gpu")) < groups * layout.size:
         pytest.skip(f"needs {groups * layout.size} GPUs")
-    got = output_and_gradients(layout, gather, "cudnn", jnp.bfloat16, MASKS[mask])
-    for a, b in zip(got, exact(mask), strict=True):
-        assert np.isfinite(a).all()
-        # bf16 rounds inputs and outputs to 2**-9 relative; judged against the largest value
-        assert np.abs(a - b).max() < 0.015 * np.abs(b).max()
+    cudnn = ATTENTION_BACKENDS["cudnn"]
+    got = output_and_gradients(layout, gather, cudnn, jnp.bfloat16, MASKS[mask])
+    assert_equals_the_exact_kernel(got, mask)
+
+
+@pytest.mark.parametrize("tile", [64, 256])
+def test_documents_in_tiles_on_one_gpu_equal_the_exact_kernel(tile: int) -> None:
+    cudnn = CudnnAttention()
+    cudnn.tile, cudnn.blocks = tile, TiledBlockKernel(CudnnBlockKernel(), tile)
+    mask = MASKS["documents"]
+    got = output_and_gradients(ContextLayout(1, 1), False, cudnn, jnp.bfloat16, mask)
+    assert_equals_the_exact_kernel(got, "documents")
