@@ -7,7 +7,7 @@ output and log-sum-exp alone, so the gradients of blocks just add up (Dao 2023, 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import jax
@@ -66,6 +66,20 @@ class BlockMask:
             first = jnp.min(self.query_segments, axis=1)
             some &= jnp.any(first <= jnp.max(self.key_segments, axis=1))
         return some
+
+    def all_visible(self) -> jax.Array:
+        """Whether every pair is visible that the order allows; never wrongly True."""
+        every = jnp.bool_(True)
+        if self.window is not None:
+            every &= jnp.max(self.query_positions) - jnp.min(self.key_positions) < self.window
+        if self.query_segments is not None and self.key_segments is not None:
+            one = self.query_segments[:, :1]
+            every &= jnp.all(self.query_segments == one) & jnp.all(self.key_segments == one)
+        return every
+
+    def by_order(self) -> "BlockMask":
+        """The mask without documents and window, which is the same where ``all_visible()``."""
+        return replace(self, query_segments=None, key_segments=None, window=None)
 
 
 class BlockKernel(Protocol):

@@ -3,8 +3,8 @@
 ``jax.nn.dot_product_attention`` gives the log-sum-exp in the queries' dtype, too coarse for a
 merge, and no backward pass with a log-sum-exp from outside, so cuDNN's two operations are called as
 JAX itself calls them. Blocks of which every key is visible run without a mask, a block of the
-queries' own keys with cuDNN's triangle; with a window or packed documents the mask enters as a
-bias of ``2 * batch * query * key`` bytes.
+queries' own keys with cuDNN's triangle; a window or packed documents enter besides as a bias of
+``2 * batch * query * key`` bytes.
 """
 
 import jax
@@ -68,8 +68,9 @@ class CudnnBlockKernel:
 
 def _mask(q: jax.Array, mask: BlockMask) -> tuple[cudnn.MaskType, jax.Array | None]:
     """cuDNN's kind of mask, and a bias [batch or 1, 1, query, key]."""
+    kind = cudnn.MaskType.CAUSAL if mask.own_keys else cudnn.MaskType.NO_MASK
     if mask.plain:
-        return cudnn.MaskType.CAUSAL if mask.own_keys else cudnn.MaskType.NO_MASK, None
+        return kind, None
     hidden = cudnn.get_large_negative_number(q.dtype)
     bias = jnp.where(mask.visible()[:, None], jnp.zeros((), q.dtype), hidden)
-    return cudnn.MaskType.NO_MASK, bias
+    return kind, bias

@@ -117,16 +117,16 @@ def test_tiles_equal_the_softmax_over_all_keys(mask: str, tile: int) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_tiles_without_a_visible_pair_are_not_computed() -> None:
+def test_tiles_are_computed_where_something_is_visible_and_masked_where_not_all_is() -> None:
     """Twelve tokens in tiles of two, documents of five and seven, and of two, three and seven."""
     q, k, v, _ = arrays()
     [(_, _, block)] = blocks(SEGMENTS, parts=1)
-    computed: list[tuple[int, int]] = []
+    computed: list[tuple[int, int, bool]] = []
 
     class Watched(XlaBlockKernel):
         def forward(self, q, k, v, *, mask, **rest):
             jax.debug.callback(
-                lambda i, j: computed.append((int(i) // 2, int(j) // 2)),
+                lambda i, j: computed.append((int(i) // 2, int(j) // 2, mask.plain)),
                 mask.query_positions[0],
                 mask.key_positions[0],
             )
@@ -135,8 +135,18 @@ def test_tiles_without_a_visible_pair_are_not_computed() -> None:
     kernel = TiledBlockKernel(Watched(), 2)
     jax.block_until_ready(kernel.forward(q, k, v, scale=SCALE, mask=block, dropout=None))
     jax.effects_barrier()
-    seen = visible(SEGMENTS).any(axis=0).reshape(6, 2, 6, 2).any(axis=(1, 3))
-    assert sorted(computed) == [tuple(pair) for pair in np.argwhere(seen)]
+    order = np.tril(np.ones((LENGTH, LENGTH), bool))
+    needed = [
+        (i, j, bool((tile == causal).all()))
+        for row in visible(SEGMENTS)
+        for i in range(6)
+        for j in range(6)
+        for where in [np.s_[2 * i : 2 * i + 2, 2 * j : 2 * j + 2]]
+        for tile, causal in [(row[where], order[where])]
+        if tile.any()
+    ]
+    assert sorted(computed) == sorted(needed)
+    assert {plain for _, _, plain in computed} == {True, False}
 
 
 def test_log_sum_exp_is_the_natural_logarithm_of_the_sum_over_visible_keys() -> None:
