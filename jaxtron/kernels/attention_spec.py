@@ -96,7 +96,7 @@ class AttentionBackend(Protocol):
             results stand for ``core_attn``; otherwise the output gets that name.
         blocks: the same kernel for one block of keys, with results that can be merged.
         tile: packed rows of several tiles of this many tokens go through ``blocks``, which leaves
-            out what documents hide; None: it computes no less than the kernel itself.
+            out what documents hide; None: ``blocks`` computes no less than the kernel itself.
     """
 
     name: str

@@ -160,6 +160,7 @@ class _Matmul:
 
 
 def _kernel(body: Any, shape: Any, blocks: int) -> Any:
+    """``body`` as a kernel, which profiles show under its name."""
     plgpu = _plgpu()
     return plgpu.kernel(
         body,
@@ -211,7 +212,7 @@ def rows_times_weights(
         multiply=multiply,
     )
 
-    def body(groups: Any, used: Any, rows: Any, weights: Any, out: Any) -> None:
+    def grouped_gemm(groups: Any, used: Any, rows: Any, weights: Any, out: Any) -> None:
         def tiles(product: Any) -> None:
             in_use = used[0]
 
@@ -232,7 +233,7 @@ def rows_times_weights(
 
         matmul.scope(rows, weights.at[0], tiles)
 
-    kernel = _kernel(body, jax.ShapeDtypeStruct((count, width), rows.dtype), blocks)
+    kernel = _kernel(grouped_gemm, jax.ShapeDtypeStruct((count, width), rows.dtype), blocks)
     result: jax.Array = kernel(*tile_groups(sizes, count // ROW_TILE), rows, weights)
     return result
 
@@ -268,7 +269,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
         multiply=multiply,
     )
 
-    def body(starts: Any, steps: Any, a: Any, b: Any, out: Any) -> None:
+    def grouped_gemm_of_rows(starts: Any, steps: Any, a: Any, b: Any, out: Any) -> None:
         def tiles(product: Any) -> None:
             def one(i: jax.Array, _: None) -> None:
                 index = lax.axis_index("sm") + i * blocks
@@ -292,6 +293,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
     tiles = (sizes + ROW_TILE - 1) // ROW_TILE
     starts = (jnp.cumsum(tiles) - tiles) * ROW_TILE
     steps = (sizes + DEPTH - 1) // DEPTH
-    kernel = _kernel(body, jax.ShapeDtypeStruct((groups, width_a, width_b), a.dtype), blocks)
+    shape = jax.ShapeDtypeStruct((groups, width_a, width_b), a.dtype)
+    kernel = _kernel(grouped_gemm_of_rows, shape, blocks)
     result: jax.Array = kernel(starts.astype(jnp.int32), steps.astype(jnp.int32), a, b)
     return result

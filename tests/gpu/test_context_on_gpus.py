@@ -127,7 +127,7 @@ def test_cudnn_by_every_strategy_equals_the_exact_kernel(cut: str, mask: str) ->
     assert_equals_the_exact_kernel(got, mask)
 
 
-@pytest.mark.parametrize("tile", [64, 256])
+@pytest.mark.parametrize("tile", [64, 128])
 def test_documents_in_tiles_on_one_gpu_equal_the_exact_kernel(tile: int) -> None:
     cudnn = CudnnAttention()
     cudnn.tile, cudnn.blocks = tile, TiledBlockKernel(CudnnBlockKernel(), tile)

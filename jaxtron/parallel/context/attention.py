@@ -17,6 +17,9 @@ from jaxtron.parallel.context.blockwise import BlockInputs, Blockwise, blockwise
 from jaxtron.parallel.context.heads import heads_for_tokens, own_heads, tokens_for_heads
 from jaxtron.parallel.context.layout import AXIS, ContextLayout
 
+TILES_OF_A_ROW = 4
+"""Shorter packed rows are computed as a whole: there is little to leave out."""
+
 
 @dataclass(frozen=True)
 class ContextAttention:
@@ -81,7 +84,10 @@ class ContextAttention:
         positions = jnp.arange(length, dtype=jnp.int32)
         tile = backend.tile
         in_tiles = (
-            segment_ids is not None and tile is not None and length > tile and length % tile == 0
+            segment_ids is not None
+            and tile is not None
+            and length >= TILES_OF_A_ROW * tile
+            and length % tile == 0
         )
         blockwise = Blockwise(
             layout=layout,
