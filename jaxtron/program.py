@@ -25,6 +25,7 @@ from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
+from jaxtron.layers.moe.layer import check_dispatcher
 from jaxtron.layers.moe.step import load_metrics, updated_buffers
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
@@ -101,6 +102,7 @@ class Program:
             )
         self.batch_layout = batch_layout(config, self.sizes)
         self.platform = platform = devices[0].platform
+        check_dispatcher(config.model, self.rules.size("experts"), platform)
         loop = config.train.layer_loop
         parallel, precision = config.parallel, config.precision
         differ = has_layer_exceptions(precision)

@@ -120,8 +120,8 @@ class ModelConfig:
     moe_router_force_load_balancing: bool = key(
         False, "Benchmarks only: experts by turns, whatever the router says."
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = key(
-        "alltoall", "How tokens reach experts on other devices."
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "ragged"] = key(
+        "alltoall", "How tokens reach experts on other devices; ragged is for GPUs."
     )
     moe_expert_capacity_factor: float | None = key(
         None,

@@ -10,6 +10,7 @@ import pytest
 
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.checkpoint.config import CheckpointConfig
+from jaxtron.errors import ConfigError
 from jaxtron.program import Program
 from jaxtron.resume import with_fresh_optimizer
 from tests.moe.arms import BIAS, T_MOE
@@ -118,3 +119,10 @@ def test_router_losses_carry_the_loss_scale() -> None:
         2
     ]
     assert_close_leaves(scaled, plain, 2e-5, "gradient")
+
+
+def test_the_ragged_exchange_is_refused_where_xla_has_none() -> None:
+    ragged = {"moe_token_dispatcher_type": "ragged"}
+    with pytest.raises(ConfigError, match="set it to alltoall"):
+        program_of(ragged, {"expert": 2})
+    program_of(ragged)  # nothing to exchange

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxtron.errors import ConfigError
 from jaxtron.kernels.grouped_matmul import choose_grouped_matmul
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
@@ -12,6 +13,7 @@ from jaxtron.layers.moe.capacity import expert_capacity
 from jaxtron.layers.moe.dispatch import Dispatcher, DispatchPlan, dispatch_local
 from jaxtron.layers.moe.dispatch_allgather import dispatch_allgather
 from jaxtron.layers.moe.dispatch_alltoall import dispatch_alltoall
+from jaxtron.layers.moe.dispatch_ragged import dispatch_ragged
 from jaxtron.layers.moe.experts import Experts
 from jaxtron.layers.moe.router import Router
 from jaxtron.layers.moe.tokens import Tokens
@@ -21,8 +23,27 @@ from jaxtron.models.config import ModelConfig
 DISPATCHERS: dict[str, Dispatcher] = {
     "allgather": dispatch_allgather,
     "alltoall": dispatch_alltoall,
+    "ragged": dispatch_ragged,
 }
 """Dispatchers by name, as ``model.moe_token_dispatcher_type`` spells them."""
+
+
+def check_dispatcher(config: ModelConfig, devices: int, platform: str) -> None:
+    """Refuse a dispatcher that the hardware does not have.
+
+    Args:
+        config: the model.
+        devices: that share the experts.
+        platform: ``cpu`` or ``gpu``.
+
+    Raises:
+        ConfigError: ``ragged`` on CPUs.
+    """
+    if config.moe_token_dispatcher_type == "ragged" and devices > 1 and platform == "cpu":
+        raise ConfigError(
+            "model.moe_token_dispatcher_type is ragged, but XLA has no ragged exchange between "
+            "CPUs: set it to alltoall, which gives the same numbers"
+        )
 
 
 class MoE(nnx.Module):
