@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from jaxtron.mesh.axes import AXES
-from jaxtron.program import Program
-from tests.parity.harness import assert_parity, make_config, reference, run
+from tests.parity.harness import assert_parity, reference, run
 
 T_MOE = {
     "num_layers": 2,
@@ -109,7 +108,7 @@ def check_arm(parallel: dict[str, Any], model: dict[str, Any], **raw: Any) -> No
     # the reference knows no dispatcher: all of them equal one device without any
     plain = {k: v for k, v in raw["model"].items() if k != "moe_token_dispatcher_type"}
     devices = jax.devices()[: devices_of(parallel)]
-    actual = run(Program(make_config(parallel=parallel, **raw), devices))
+    actual = run(parallel, devices, **raw)
     expected = reference(**{**raw, "model": plain})
     assert_parity(actual, expected)
     for a, e in zip(actual["metrics"], expected["metrics"], strict=True):

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtron.program import Program
-from tests.parity.harness import assert_parity, make_config, reference, run
+from tests.parity.harness import assert_parity, reference, run
 
 PACKED = {"eod_token": 0, "reset_attention_mask": True, "reset_position_ids": True}
 # As many groups as heads, which leaves some to exchange on every layout.
@@ -66,9 +65,7 @@ def devices_of(parallel: dict[str, Any]) -> int:
 def check_arm(parallel: dict[str, Any], **raw: Any) -> None:
     """PARITY of a layout with one device."""
     devices = jax.devices()[: devices_of(parallel)]
-    program = Program(make_config(parallel=parallel, **raw), devices)
-    # the batch maker takes its switches from the configuration; sections must hash alike
-    assert_parity(run(program), reference(**raw))
+    assert_parity(run(parallel, devices, **raw), reference(**raw))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtron.program import Program
-from tests.parity.harness import assert_parity, make_config, reference, run
+from tests.parity.harness import assert_parity, reference, run
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "data8": {"data": 8},
@@ -52,8 +51,7 @@ def devices_of(parallel: dict[str, Any]) -> list[jax.Device]:
 
 
 def check(parallel: dict[str, Any], **raw: Any) -> None:
-    program = Program(make_config(parallel=parallel, **raw), devices_of(parallel))
-    assert_parity(run(program), reference(**raw))
+    assert_parity(run(parallel, devices_of(parallel), **raw), reference(**raw))
 
 
 def check_arm(layout: str, microbatches: int, tied: bool, groups: str) -> None:
