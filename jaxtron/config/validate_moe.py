@@ -184,19 +184,13 @@ def _latent_attention_keys_agree(config: Config) -> Iterator[str]:
         )
 
 
-def _products_are_in_bf16(config: Config) -> Iterator[str]:
-    fp8, model = config.precision.fp8, config.model
-    if fp8 is None:
-        return
-    for name, present in (
-        ("num_experts", model.num_experts is not None),
-        ("multi_latent_attention", model.multi_latent_attention),
-    ):
-        if present:
-            yield (
-                f"precision.fp8 is {fp8}, but products of model.{name} have no FP8 form in this "
-                "version: set precision.fp8 to null"
-            )
+def _latent_products_are_in_bf16(config: Config) -> Iterator[str]:
+    fp8 = config.precision.fp8
+    if fp8 is not None and config.model.multi_latent_attention:
+        yield (
+            f"precision.fp8 is {fp8}, but products of model.multi_latent_attention have no FP8 "
+            "form in this version: set precision.fp8 to null"
+        )
 
 
 def _experts_have_no_biases(config: Config) -> Iterator[str]:
@@ -273,7 +267,7 @@ MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _experts_have_no_biases,
     _dense_layers_come_first,
     _latent_attention_keys_agree,
-    _products_are_in_bf16,
+    _latent_products_are_in_bf16,
 )
 
 MOE_LAYOUT_CHECKS: tuple[Callable[[Config, Mapping[str, int]], Iterator[str]], ...] = (

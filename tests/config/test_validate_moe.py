@@ -133,9 +133,13 @@ REFUSED = {
         ["v_head_dim 256", "192"],
         ["model.v_head_dim=192"],
     ),
-    "fp8_experts": (
-        [*EXPERTS, "precision.fp8=current"],
-        ["precision.fp8 is current", "num_experts"],
+    "fp8_latent_attention": (
+        [
+            "model.multi_latent_attention=true",
+            "model.num_query_groups=null",
+            "precision.fp8=current",
+        ],
+        ["precision.fp8 is current", "multi_latent_attention"],
         ["precision.fp8=null"],
     ),
     "one_axis_twice": (

@@ -78,6 +78,26 @@ def test_with_global_scope_a_mesh_equals_one_device(
     assert_close_leaves(grads, expected[1], 1e-3, "gradient")
 
 
+def test_attention_and_shared_experts_are_fp8_in_a_model_with_experts() -> None:
+    """Whose routed experts are not; a mesh equals one device."""
+    model = {
+        "num_layers": 1,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 16,
+        "moe_shared_expert_intermediate_size": 16,
+        "moe_aux_loss_coeff": 0.05,
+    }
+    raw = {"model": model}
+    one = program({"fp8_amax_scope": "global"}, **raw)
+    assert one.plan.fp8 is not None
+    names = ["attention/output", "attention/qkv", "moe/shared/down", "moe/shared/up"]
+    assert one.plan.fp8.products == names
+    expected, mesh = gradients(one), {"expert": 2, "tensor": 2}
+    loss, grads = gradients(program({"fp8_amax_scope": "global"}, mesh, **raw))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    assert_close_leaves(grads, expected[1], 1e-3, "gradient")
+
+
 def test_with_tensor_scope_tensor_parallelism_alone_equals_one_device() -> None:
     expected = on_one_device("tensor", 1)
     loss, grads = gradients(program({}, {"tensor": 2}))
