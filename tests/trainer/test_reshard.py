@@ -1,4 +1,8 @@
-"""A run goes on where it stopped on any other mesh (O13)."""
+"""A run goes on where it stopped on any other mesh (O13).
+
+Checkpoints have the layers in the model's order, whatever the order on a pipeline: its stages here
+have different numbers of layers.
+"""
 
 import itertools
 
@@ -17,64 +21,122 @@ from tests.trainer.runs import (
     train,
 )
 
-SAMPLED = [
-    ("1 device", "fsdp 8"),
-    ("fsdp 8", "tensor 8"),
-    ("tensor 8", "data 2 x fsdp 2 x tensor 2"),
-    ("data 2 x fsdp 2 x tensor 2", "data 8"),
-    ("data 8", "1 device"),
+# Dropout: the loss after the move is that of the run that stayed only if its masks go on too.
+DENSE = {"model": {"hidden_dropout": 0.1, "num_layers": 6}}
+DENSE_MESHES = {
+    **MESHES,
+    "tensor 2 x pipeline 4": {"tensor": 2, "pipeline": 4, "pipeline_layout": "Et|tt|tt|tL"},
+    "pipeline 2 x context 2 x data 2": {"pipeline": 2, "context": 2, "data": 2},
+    "pipeline 2, interleaved": {
+        "pipeline": 2,
+        "virtual_pipeline": 2,
+        "pipeline_schedule": "interleaved",
+        "pipeline_layout": "Ett|t|tt|tL",
+    },
+}
+MIXTURE = {
+    "model": {
+        "num_layers": 2,
+        "hidden_dropout": 0.1,
+        "num_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+        "moe_aux_loss_coeff": 0.05,
+    }
+}
+MIXTURE_MESHES = {
+    "1 device": {},
+    "expert 4 x data 2": {"expert": 4, "data": 2},
+    "expert 2 x tensor 2 x pipeline 2": {"expert": 2, "tensor": 2, "pipeline": 2},
+    "fsdp 8": {"fsdp": 8},
+}
+# One step on each mesh: from few devices to many and back, and every axis comes and goes.
+DENSE_WAY = [
+    "data 8",
+    "fsdp 8",
+    "tensor 2 x pipeline 4",
+    "tensor 8",
+    "pipeline 2, interleaved",
+    "data 2 x fsdp 2 x tensor 2",
+    "pipeline 2 x context 2 x data 2",
+    "1 device",
 ]
+MIXTURE_WAY = [*MIXTURE_MESHES, "1 device"]
+
+
+def sections(model, mesh, **more):
+    """Of a run on a mesh; every mesh cuts the batch alike, for the pipelines' sake."""
+    microbatches = {"num_microbatches": 2} if "pipeline" in mesh else {}
+    parallel = {**mesh, "fsdp": mesh.get("fsdp", 1)}
+    train = {"steps": 8, **microbatches, **more}
+    return {**model, "parallel": parallel, "train": train, "optimizer": {"lr_decay_steps": 8}}
+
+
+def losses(folder):
+    return [record["loss"] for record in steps(folder)]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Losses of the six steps on one device."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    train(folder)
-    return [record["loss"] for record in steps(folder)]
+    """Losses of the eight steps on one device, by kind of model."""
+    result = {}
+    for name, model in (("dense", DENSE), ("mixture", MIXTURE)):
+        folder = tmp_path_factory.mktemp(name)
+        train(folder, **sections(model, {}))
+        result[name] = losses(folder)
+    return result
 
 
-def go_on(folder, before, after, step, uninterrupted):
+def go_on(folder, model, mesh, step, expected):
     """Resume a run of ``step`` steps elsewhere, compare what it restores, train one step."""
-    reader = make_trainer(make_config(folder, **before))
-    saved = saved_state(folder, reader, step)
-    trainer = make_trainer(make_config(folder, **after))
-    trainer.config = make_config(folder, **after, train={"exit_interval": 1})
+    here = sections(model, mesh, exit_interval=1)
+    saved = saved_state(folder, make_trainer(make_config(folder, **sections(model, {}))), step)
+    trainer = make_trainer(make_config(folder, **here))
     state, start, consumed = trainer._start()
-    assert_bitwise(gathered(state), saved)
+    assert_bitwise(gathered(trainer.program.to_logical(state)), saved)
     assert (start, consumed) == (step, step * BATCH)
     assert (int(state["step"]), int(state["updates"])) == (step, step)
-    for array in gathered(state["opt_state"]).values():
-        assert array.any()  # moments and counts, not a fresh optimizer
+    for name, array in gathered(state["opt_state"]).items():
+        assert array.any(), name  # moments and counts, not a fresh optimizer
 
     del state
-    train(folder, **after, train={"exit_interval": 1})
+    train(folder, **here)
     record = steps(folder)[step]
     assert record["step"] == step + 1
     assert record["consumed_samples"] == (step + 1) * BATCH
-    np.testing.assert_allclose(record["loss"], uninterrupted[step], rtol=1e-6)
+    np.testing.assert_allclose(record["loss"], expected[step], rtol=1e-6)
 
 
-def test_a_run_moves_from_mesh_to_mesh(tmp_path, uninterrupted):
-    """One step on each mesh, around a ring of five."""
-    train(tmp_path, parallel=MESHES[SAMPLED[0][0]], train={"exit_interval": 1})
-    for step, (before, after) in enumerate(SAMPLED, start=1):
-        go_on(
-            tmp_path,
-            {"parallel": MESHES[before]},
-            {"parallel": MESHES[after]},
-            step,
-            uninterrupted,
-        )
+@pytest.mark.parametrize(
+    ("kind", "model", "meshes", "way"),
+    [
+        ("dense", DENSE, DENSE_MESHES, DENSE_WAY),
+        ("mixture", MIXTURE, MIXTURE_MESHES, MIXTURE_WAY),
+    ],
+    ids=["dense", "mixture of experts"],
+)
+def test_a_run_moves_from_mesh_to_mesh(tmp_path, uninterrupted, kind, model, meshes, way):
+    train(tmp_path, **sections(model, meshes[way[0]], exit_interval=1))
+    for step, mesh in enumerate(way[1:], start=1):
+        go_on(tmp_path, model, meshes[mesh], step, uninterrupted[kind])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after"), sorted(set(itertools.permutations(MESHES, 2)) - set(SAMPLED))
+    ("kind", "model", "before", "after"),
+    [
+        (kind, model, meshes[before], meshes[after])
+        for kind, model, meshes, way in (
+            ("dense", DENSE, DENSE_MESHES, DENSE_WAY),
+            ("mixture", MIXTURE, MIXTURE_MESHES, MIXTURE_WAY),
+        )
+        for before, after in itertools.permutations(meshes, 2)
+        if (before, after) not in itertools.pairwise(way)
+    ],
 )
-def test_a_run_moves_between_any_two_meshes(tmp_path, uninterrupted, before, after):
-    train(tmp_path, parallel=MESHES[before], train={"exit_interval": 2})
-    go_on(tmp_path, {"parallel": MESHES[before]}, {"parallel": MESHES[after]}, 2, uninterrupted)
+def test_a_run_moves_between_any_two_meshes(tmp_path, uninterrupted, kind, model, before, after):
+    train(tmp_path, **sections(model, before, exit_interval=2))
+    go_on(tmp_path, model, after, 2, uninterrupted[kind])
 
 
 LOOPS = [
@@ -85,7 +147,6 @@ LOOPS = [
 
 @pytest.mark.parametrize(("before", "after"), [LOOPS, LOOPS[::-1]], ids=["unroll", "scan"])
 def test_layer_loop_and_microbatches_may_change(tmp_path, uninterrupted, before, after):
-    train(tmp_path, train={**before, "exit_interval": 2})
-    train(tmp_path, train={**after, "exit_interval": 1})
-    losses = [record["loss"] for record in steps(tmp_path)]
-    np.testing.assert_allclose(losses, uninterrupted[:3], rtol=1e-6)
+    train(tmp_path, **sections(DENSE, {}, **before, exit_interval=2))
+    train(tmp_path, **sections(DENSE, {}, **after, exit_interval=1))
+    np.testing.assert_allclose(losses(tmp_path), uninterrupted["dense"][:3], rtol=1e-6)
