@@ -11,6 +11,8 @@ from jaxtron.layers.inputs import LayerInputs
 from jaxtron.layers.linear import linear
 from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.models.config import ModelConfig
+from jaxtron.precision.fp8_mlp import fp8_gated_mlp
+from jaxtron.precision.fp8_weight import Fp8Weight
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "swiglu": jax.nn.silu,
@@ -56,15 +58,20 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
         x = inputs.region.gather_sequence(x)
-        (u,) = linear(x, [self.up.get_value()])
-        if self.config.add_bias_linear:
-            u = u + self.up_bias[...].astype(u.dtype)
-        u = checkpoint_name(u, "mlp_up")
+        up, down = self.up.get_value(), self.down.get_value()
         act = ACTIVATIONS[self.config.activation]
-        u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
-        u = checkpoint_name(u, "mlp_act")
-        (y,) = linear(u, [self.down.get_value()])
-        y = inputs.region.reduce_sequence(y, partial=u.shape[-1] < self.ffn_hidden_size)
+        plain = self.config.gated and not self.config.add_bias_linear
+        if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
+            y = fp8_gated_mlp(x, up, down, act, "mlp_up")
+        else:
+            (u,) = linear(x, [up])
+            if self.config.add_bias_linear:
+                u = u + self.up_bias[...].astype(u.dtype)
+            u = checkpoint_name(u, "mlp_up")
+            u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
+            u = checkpoint_name(u, "mlp_act")
+            (y,) = linear(u, [down])
+        y = inputs.region.reduce_sequence(y, partial=down.shape[0] < self.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
         return y

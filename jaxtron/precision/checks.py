@@ -10,16 +10,17 @@ from jaxtron.precision.fp8_layers import bf16_layers, has_layer_exceptions
 _USE = "set precision.fp8 to current or delayed"
 _NOT_BUILT = {
     "blockwise": (
-        "scales per 1x128 and 128x128 block need a matrix product that rescales its partial sums, "
-        "which cuBLASLt, and so XLA, does not have on this GPU generation"
+        "scales per 1x128 and 128x128 block need a matrix product that rescales its partial sums; "
+        "XLA does not call the one that cuBLASLt has on Hopper, and what it makes of such scales "
+        "is slower than bf16 (docs/fp8.md has the figures)"
     ),
     "mxfp8": (
         "a scale per 32 values is applied by the tensor cores of Blackwell GPUs (compute "
-        "capability 10.0) alone, and this version has no product for them"
+        "capability 10.0) alone, and XLA computes such a product in bf16"
     ),
     "nvfp4": (
         "4-bit values are multiplied by the tensor cores of Blackwell GPUs (compute capability "
-        "10.0) alone, and this version has no product for them"
+        "10.0) alone, and XLA computes such a product in bf16"
     ),
 }
 _FIRST_WITH_FP8 = 8.9  # compute capability of Ada; Hopper has 9.0

@@ -30,8 +30,10 @@ class PrecisionConfig:
         "Recipe of the layers' matrix products in 8 bits: scales from the tensor itself (current) "
         "or from the steps before (delayed); null: none.",
     )
-    fp8_backend: Literal["auto", "xla"] = key(
-        "auto", "Who multiplies FP8 matrices; auto is xla, which runs everywhere."
+    fp8_backend: Literal["auto", "xla", "te"] = key(
+        "auto",
+        "Who casts to FP8 and multiplies: XLA, which runs everywhere (auto), or Transformer Engine "
+        "(te), on GPUs.",
     )
     fp8_format: Literal["hybrid", "e4m3"] = key(
         "hybrid", "E4M3 everywhere, or with E5M2 for gradients (hybrid)."

@@ -13,20 +13,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Weight
+from jaxtron.precision import fp8_te
+from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Weight
 from jaxtron.precision.quantise import amax, quantise, scale_of, values_of
 
 Own = tuple[Callable[[jax.Array, int], jax.Array], int]
+Activation = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class Shape:
     """Static part of a product: input dimensions, and each weight's part that is used."""
 
     inputs: int
@@ -67,6 +69,24 @@ class _Shape:
         ]
 
 
+class Operand(NamedTuple):
+    """A matrix of activations or gradients in FP8.
+
+    Attributes:
+        bits: uint8 ``[m, n]``.
+        scale: of the values.
+        largest: magnitude before the cast, if it was asked for.
+    """
+
+    bits: jax.Array
+    scale: jax.Array
+    largest: jax.Array | None
+
+    def kept(self) -> "Operand":
+        """What a backward pass reads: transposed."""
+        return self._replace(bits=self.bits.T)
+
+
 def fp8_linear(
     x: jax.Array,
     weights: Sequence[Fp8Weight],
@@ -77,11 +97,11 @@ def fp8_linear(
     """``x @ w`` for each of ``weights``; see :func:`jaxtron.layers.linear.linear`."""
     gradients = tuple(w.gradient for w in weights)
     constants = tuple(dataclasses.replace(w, gradient=None) for w in weights)
-    return _product(_Shape(inputs, own), x, constants, gradients)
+    return _product(Shape(inputs, own), x, constants, gradients)
 
 
 def fp8_matmul(
-    on_gpu: bool,
+    recipe: Fp8Recipe,
     a: jax.Array,
     b: jax.Array,
     scale_a: jax.Array,
@@ -93,7 +113,7 @@ def fp8_matmul(
     """``scale_a scale_b · a bᵀ`` of ``a [m, k]`` and ``b [n, k]``, in ``dtype [m, n]``.
 
     Args:
-        on_gpu: as an FP8 product in hardware; otherwise in fp32 with the same FP8 values.
+        recipe: who multiplies, and whether in hardware; otherwise in fp32 with the same values.
         a: FP8.
         b: FP8.
         scale_a: of ``a``; a bf16 number in fp32.
@@ -102,8 +122,10 @@ def fp8_matmul(
         precise: add up in full fp32; otherwise the tensor cores' faster, shorter accumulation may
             be used (as in Transformer Engine: fast forward, precise backward).
     """
+    if recipe.backend == "te":
+        return fp8_te.matmul(a, b, scale_a, scale_b, dtype, precise=precise)
     dims = (((1,), (1,)), ((), ()))
-    if not on_gpu:
+    if not recipe.on_gpu:
         exact = lax.Precision.HIGHEST
         y = lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dims, precision=exact)
         return (y * (scale_a * scale_b)).astype(dtype)
@@ -119,84 +141,142 @@ def fp8_matmul(
     )
 
 
-def _largest(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    local = amax(x)
-    return lax.pmax(local, axes) if axes else local
+def operand(
+    weight: Fp8Weight,
+    *inputs: jax.Array,
+    gradient: bool,
+    compute: Callable[..., Sequence[jax.Array]] | None = None,
+) -> Operand:
+    """Matrices ``[m, n_i]`` side by side in FP8: a product's input, or the gradient of its output.
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    shape: _Shape, x: jax.Array, weights: tuple[Fp8Weight, ...], gradients: tuple[Fp8Gradient, ...]
-) -> tuple[jax.Array, ...]:
-    return _product_fwd(shape, x, weights, gradients)[0]
-
-
-def _product_fwd(
-    shape: _Shape, x: jax.Array, weights: tuple[Fp8Weight, ...], gradients: tuple[Fp8Gradient, ...]
-) -> tuple[tuple[jax.Array, ...], Any]:
-    first, lead = weights[0], x.shape[: x.ndim - shape.inputs]
-    recipe = first.site.recipe
-    matrix = x.reshape(math.prod(lead), -1)
-    largest = None
-    if first.scales is None:
-        scale = scale_of(_largest(matrix, first.site.input_axes), recipe.forward)
+    Args:
+        weight: of the product.
+        *inputs: the matrices, or what ``compute`` takes.
+        gradient: which of the two it is.
+        compute: gives the matrices. It is called twice, for the largest magnitude and for the cast:
+            what is cheap to compute costs less so than written once and read back.
+    """
+    site, recipe = weight.site, weight.site.recipe
+    dtype = recipe.backward if gradient else recipe.forward
+    parts: Sequence[jax.Array] = inputs
+    measured = parts
+    if compute is not None:
+        parts = measured = compute(*inputs)
+        if recipe.backend == "xla":  # behind a barrier, or XLA would see that both are the same
+            measured = compute(*lax.optimization_barrier(inputs))
+    if weight.scales is None:
+        axes = site.gradient_axes if gradient else site.input_axes
+        largest = lax.pmax(_amax(measured), axes) if axes else _amax(measured)
+        scale = scale_of(largest, dtype)
     else:
-        scale = first.scales[0]
-        largest = amax(matrix)
-    q = quantise(matrix, scale, recipe.forward)
+        scale = weight.scales[int(gradient)]
+    if recipe.backend == "te":
+        bits, met = fp8_te.cast(_side_by_side(parts), scale, dtype)
+    else:
+        bits = _side_by_side([quantise(part, scale, dtype) for part in parts])
+        met = _amax(measured)
+    # Behind a barrier, because XLA would cast and transpose in one kernel, which takes longer than
+    # two: it transposes bytes fast, and what it computes on the way slowly.
+    return Operand(lax.optimization_barrier(bits), scale, None if weight.scales is None else met)
+
+
+def _amax(parts: Sequence[jax.Array]) -> jax.Array:
+    """Largest magnitude of matrices; those of one shape are reduced in one pass."""
+    shapes = {part.shape for part in parts}
+    return functools.reduce(
+        jnp.maximum,
+        [
+            amax(functools.reduce(jnp.maximum, [jnp.abs(p) for p in parts if p.shape == shape]))
+            for shape in sorted(shapes)
+        ],
+    )
+
+
+def _side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def forward(shape: Shape, x: Operand, weights: Sequence[Fp8Weight], dtype: Any) -> list[jax.Array]:
+    """``x @ w`` for each of ``weights``, ``[m, *out_i]`` in ``dtype``."""
+    recipe = weights[0].site.recipe
     y = fp8_matmul(
-        recipe.on_gpu,
-        values_of(q, recipe.forward),
+        recipe,
+        values_of(x.bits, recipe.forward),
         values_of(shape.rows(weights), recipe.forward),
-        scale,
-        first.scale,
-        x.dtype,
+        x.scale,
+        weights[0].scale,
+        dtype,
         precise=False,
     )
     outputs = shape.outputs(weights)
     pieces = lax.split(y, [math.prod(o) for o in outputs], axis=1)
-    result = tuple(p.reshape(*lead, *o) for p, o in zip(pieces, outputs, strict=True))
-    return result, (q.T, scale, largest, weights)
+    return [p.reshape(-1, *o) for p, o in zip(pieces, outputs, strict=True)]
 
 
-def _product_bwd(shape: _Shape, residuals: Any, cotangents: tuple[jax.Array, ...]) -> Any:
-    qx, scale_x, largest_x, weights = residuals
-    first, outputs = weights[0], shape.outputs(weights)
-    recipe = first.site.recipe
-    lead = cotangents[0].shape[: cotangents[0].ndim - len(outputs[0])]
-    parts = [c.reshape(math.prod(lead), -1) for c in cotangents]
-    g = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-    measured = None
-    if first.scales is None:
-        scale_g = scale_of(_largest(g, first.site.gradient_axes), recipe.backward)
-    else:
-        scale_g = first.scales[1]
-        measured = jnp.stack([largest_x, amax(g)])
-    q = quantise(g, scale_g, recipe.backward)
+def backward(
+    shape: Shape, x: Operand, g: Operand, weights: Sequence[Fp8Weight], dtype: Any
+) -> tuple[jax.Array, tuple[Fp8Gradient, ...]]:
+    """Derivatives of a product by its input, ``[m, in]`` in ``dtype``, and by its weights.
+
+    Args:
+        shape: of the product.
+        x: its input, as :meth:`Operand.kept`.
+        g: gradient of its outputs side by side.
+        weights: its weights.
+        dtype: of the input.
+    """
+    recipe = weights[0].site.recipe
     joined = shape.columns([w.values for w in weights])
     dx = fp8_matmul(
-        recipe.on_gpu,
-        values_of(q, recipe.backward),
+        recipe,
+        values_of(g.bits, recipe.backward),
         values_of(joined, recipe.forward),
-        scale_g,
-        first.scale,
-        g.dtype,
+        g.scale,
+        weights[0].scale,
+        dtype,
         precise=True,
     )
     dw = fp8_matmul(
-        recipe.on_gpu,
-        values_of(qx, recipe.forward),
-        values_of(q.T, recipe.backward),
-        scale_x,
-        scale_g,
+        recipe,
+        values_of(x.bits, recipe.forward),
+        values_of(g.bits.T, recipe.backward),
+        x.scale,
+        g.scale,
         jnp.float32,
         precise=True,
     )
     like = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in weights]
     (dweights,) = jax.linear_transpose(shape.columns, like)(dw)
-    gradients = tuple(Fp8Gradient(d, measured) for d in dweights)
-    inputs = first.shape[: shape.inputs]
-    return dx.reshape(*lead, *inputs), None, gradients
+    measured = None
+    if x.largest is not None and g.largest is not None:
+        measured = jnp.stack([x.largest, g.largest])
+    return dx, tuple(Fp8Gradient(d, measured) for d in dweights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(
+    shape: Shape, x: jax.Array, weights: tuple[Fp8Weight, ...], gradients: tuple[Fp8Gradient, ...]
+) -> tuple[jax.Array, ...]:
+    return _product_fwd(shape, x, weights, gradients)[0]
+
+
+def _product_fwd(
+    shape: Shape, x: jax.Array, weights: tuple[Fp8Weight, ...], gradients: tuple[Fp8Gradient, ...]
+) -> tuple[tuple[jax.Array, ...], Any]:
+    lead = x.shape[: x.ndim - shape.inputs]
+    q = operand(weights[0], x.reshape(math.prod(lead), -1), gradient=False)
+    outputs = forward(shape, q, weights, x.dtype)
+    return tuple(y.reshape(*lead, *y.shape[1:]) for y in outputs), (q.kept(), weights)
+
+
+def _product_bwd(shape: Shape, residuals: Any, cotangents: tuple[jax.Array, ...]) -> Any:
+    x, weights = residuals
+    outputs = shape.outputs(weights)
+    lead = cotangents[0].shape[: cotangents[0].ndim - len(outputs[0])]
+    parts = [c.reshape(math.prod(lead), -1) for c in cotangents]
+    g = operand(weights[0], *parts, gradient=True)
+    dx, gradients = backward(shape, x, g, weights, parts[0].dtype)
+    return dx.reshape(*lead, *weights[0].shape[: shape.inputs]), None, gradients
 
 
 _product.defvjp(_product_fwd, _product_bwd)

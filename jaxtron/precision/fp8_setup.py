@@ -16,7 +16,8 @@ from jaxtron.precision.config import PrecisionConfig
 from jaxtron.precision.fp8_delayed import DelayedScaling
 from jaxtron.precision.fp8_layers import exceptions
 from jaxtron.precision.fp8_plan import Fp8Plan
-from jaxtron.precision.fp8_weight import Fp8Recipe, Fp8Site
+from jaxtron.precision.fp8_te import require_transformer_engine
+from jaxtron.precision.fp8_weight import Backend, Fp8Recipe, Fp8Site
 from jaxtron.precision.quantise import E4M3, E5M2
 
 
@@ -59,10 +60,13 @@ def make_fp8_plan(
             f"precision.fp8 is {config.fp8}, but the model names no matrix products: its weights "
             "need product=Product(...) (jaxtron/layers/parameter.py); or set precision.fp8 to null"
         )
+    backend: Backend = "xla" if config.fp8_backend == "auto" else config.fp8_backend
+    if backend == "te":
+        require_transformer_engine(device.platform)
     recipe = Fp8Recipe(
         forward=E4M3,
         backward=E5M2 if config.fp8_format == "hybrid" else E4M3,
-        backend="xla" if config.fp8_backend == "auto" else config.fp8_backend,
+        backend=backend,
         on_gpu=device.platform != "cpu",
     )
     within = {

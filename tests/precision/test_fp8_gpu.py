@@ -10,7 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxtron.errors import ConfigError
 from jaxtron.layers.linear import linear
+from jaxtron.precision.fp8_te import require_transformer_engine
 from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Site, Fp8Weight
 from jaxtron.precision.quantise import E4M3, E5M2, amax, quantise, scale_of
 from tests.precision import emulation
@@ -31,11 +33,17 @@ def error(actual: Any, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.parametrize("backend", ["xla", "te"])
 @pytest.mark.parametrize("backward", ["e5m2", "e4m3"])
-def test_xla_products_equal_numpy_and_are_fp8_in_the_program(backward: str) -> None:
+def test_products_equal_numpy_and_are_fp8_in_the_program(backward: str, backend: Any) -> None:
+    if backend == "te":
+        try:
+            require_transformer_engine(jax.devices()[0].platform)
+        except ConfigError as missing:
+            pytest.skip(str(missing))
     x, w, g = bf16(M, K, seed=0), bf16(K, N, seed=1), bf16(M, N, seed=2) * 2.0**-20
     fmt = E5M2 if backward == "e5m2" else E4M3
-    site = Fp8Site("test", 1, Fp8Recipe(E4M3, fmt, "xla", on_gpu=True), (), ())
+    site = Fp8Site("test", 1, Fp8Recipe(E4M3, fmt, backend, on_gpu=True), (), ())
 
     def products(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
         scale = scale_of(amax(w), E4M3)
@@ -59,4 +67,6 @@ def test_xla_products_equal_numpy_and_are_fp8_in_the_program(backward: str) -> N
     ):
         assert error(actual.astype(jnp.float32), expected) < 2e-3
     calls = re.findall(r'custom_call_target="(__cublas[^"]*)"', compiled.as_text())
-    assert calls == ["__cublas$lt$matmul$f8"] * 3
+    assert calls == (["__cublas$lt$matmul$f8"] * 3 if backend == "xla" else [])
+    if backend == "te":
+        assert len(re.findall("te_gemm", compiled.as_text())) >= 3

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from typing import Any
 
 import jax
@@ -9,15 +10,16 @@ import numpy as np
 import pytest
 
 from jaxtron.errors import ConfigError
+from jaxtron.precision.fp8_te import require_transformer_engine
 from jaxtron.precision.fp8_weight import is_fp8
 from jaxtron.program import Program
 from tests.parity.harness import (
     assert_close_leaves,
+    assert_replicas_equal,
     initial_state,
     make_batch,
     make_config,
     rows_of,
-    run,
 )
 
 MODEL = {"num_layers": 2}
@@ -214,8 +216,12 @@ def test_scopes_reduce_over_the_axes_that_split_the_operands() -> None:
 
 
 def test_training_steps_run_on_a_mesh_with_replicas_alike() -> None:
-    result = run(program({}, {"fsdp": 2, "tensor": 2, "data_sharding": "optim_grads"}), steps=2)
-    assert all(np.isfinite(m["grad_norm"]) for m in result["metrics"])
+    p = program({}, {"fsdp": 2, "tensor": 2, "data_sharding": "optim_grads"})
+    state = initial_state(p)
+    for step in range(2):
+        state, metrics = p.train_step(state, rows_of(p, make_batch(p.config, step)))
+    assert_replicas_equal(state)
+    assert np.isfinite(float(metrics["grad_norm"]))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +230,8 @@ def test_training_steps_run_on_a_mesh_with_replicas_alike() -> None:
         ({"fp8": "mxfp8"}, {}, "mxfp8.*Blackwell"),
         ({"fp8": "nvfp4"}, {}, "nvfp4.*Blackwell"),
         ({"compute": "fp16"}, {}, "precision.compute to bf16"),
-        ({"fp8": "blockwise"}, {}, "blockwise.*cuBLASLt"),
+        ({"fp8": "blockwise"}, {}, "blockwise.*slower than bf16.*to current or delayed"),
+        ({"fp8_backend": "te"}, {}, "te.*GPUs alone.*precision.fp8_backend to auto"),
         (
             {"first_last_layers_bf16": True},
             {},
@@ -249,6 +256,14 @@ def test_what_cannot_work_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         program(precision, **sections)
+
+
+def test_transformer_engine_is_refused_where_it_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(ConfigError, match="cannot be imported.*install.*fp8_backend to auto"):
+        require_transformer_engine("gpu")
 
 
 def test_a_gpu_without_fp8_is_refused() -> None:
