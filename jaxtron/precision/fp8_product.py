@@ -6,7 +6,7 @@ and results are in the dtype of ``x``, ``dw`` is in fp32. What the backward pass
 its FP8 form.
 
 Hopper multiplies FP8 matrices only when both operands have the summed dimension last. Therefore a
-weight comes in both orientations, and ``x`` and ``g`` are cast into both at once.
+weight comes in both orientations, and ``x`` and ``g`` are transposed after the cast.
 """
 
 import dataclasses

@@ -60,7 +60,18 @@ def matmul(
     *,
     precise: bool,
 ) -> jax.Array:
-    """As :func:`jaxtron.precision.fp8_product.fp8_matmul`."""
+    """As :func:`jaxtron.precision.fp8_product.fp8_matmul`.
+
+    Raises:
+        ConfigError: a summed dimension that cuBLASLt cannot take in FP8. (XLA pads it.)
+    """
+    if a.shape[1] % 16:
+        raise ConfigError(
+            "precision.fp8_backend is te, which sums over multiples of 16 alone, but a product of "
+            f"the layers sums over {a.shape[1]} elements on a device (hidden_size, "
+            "ffn_hidden_size, heads or tokens of a microbatch, divided by their mesh axes): set "
+            "precision.fp8_backend to auto"
+        )
     # its public gemm() takes the accumulation from the environment, for all products alike
     from transformer_engine.jax.cpp_extensions.gemm import _te_gemm
     from transformer_engine.jax.quantize import ScaledTensorFactory, ScalingMode

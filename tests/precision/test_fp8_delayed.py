@@ -120,7 +120,6 @@ def on_one_device() -> dict[str, Any]:
     ("parallel", "train"),
     [
         ({}, {"num_microbatches": 4, "layer_loop": "unroll"}),
-        ({"data": 2, "tensor": 2}, {"num_microbatches": 2}),
         (
             {"fsdp": 2, "context": 2, "data_sharding": "optim_grads_params"},
             {"num_microbatches": 2, "recompute": "full"},

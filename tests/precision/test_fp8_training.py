@@ -6,12 +6,15 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtron.errors import ConfigError
+from jaxtron.precision import fp8_te
 from jaxtron.precision.fp8_te import require_transformer_engine
 from jaxtron.precision.fp8_weight import is_fp8
+from jaxtron.precision.quantise import E4M3
 from jaxtron.program import Program
 from tests.parity.harness import (
     assert_close_leaves,
@@ -264,6 +267,12 @@ def test_transformer_engine_is_refused_where_it_cannot_be_imported(
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ConfigError, match="cannot be imported.*install.*fp8_backend to auto"):
         require_transformer_engine("gpu")
+
+
+def test_transformer_engine_refuses_sums_that_cublaslt_cannot_take() -> None:
+    a, b = jnp.zeros((32, 24), E4M3), jnp.zeros((16, 24), E4M3)
+    with pytest.raises(ConfigError, match="multiples of 16.* 24 elements.*fp8_backend to auto"):
+        fp8_te.matmul(a, b, jnp.ones(()), jnp.ones(()), jnp.bfloat16, precise=True)
 
 
 def test_a_gpu_without_fp8_is_refused() -> None:
