@@ -45,6 +45,12 @@ def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> 
                 return backend.fitted(spec)
             return backend
         refusals.append(f"{backend.name} refused: {reason}")
+    if spec.fp8:
+        raise ConfigError(
+            f"no kernel of model.moe_grouped_gemm_backend={name} multiplies experts in FP8 here: "
+            f"{'; '.join(refusals)}; add '*/moe/experts/*' to precision.fp8_exceptions, which "
+            "keeps them in the compute format"
+        )
     raise ConfigError(
         f"model.moe_grouped_gemm_backend={name} cannot be used: {'; '.join(refusals)}; set "
         "model.moe_grouped_gemm_backend to auto"

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
 
 BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Group sizes relative to balanced loads."""
@@ -27,13 +27,14 @@ class BucketedGroupedMatmul:
     name = "bucketed"
     strided = False
     row_tile = 1
+    fp8: Fp8GroupedMatmul | None = None
 
     def __init__(self, sizes: tuple[int, ...] = ()) -> None:
         self.sizes = sizes
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
-        """Everything."""
-        return None
+        """Everything but FP8."""
+        return "it has no FP8 products" if spec.fp8 else None
 
     def fitted(self, spec: GroupedMatmulSpec) -> "BucketedGroupedMatmul":
         """The kernel with its buckets for ``spec``."""

@@ -29,7 +29,8 @@ CONSUMERS = 2  # warpgroups that multiply
 BAND = 8  # tiles of rows that are worked on side by side, so that weights stay in the L2 cache
 
 
-def _plgpu() -> Any:
+def plgpu_module() -> Any:
+    """Pallas for GPUs, imported where it is used: it needs a GPU build of JAX."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu
@@ -52,7 +53,7 @@ def _column_tile(width: int) -> int:
     return 2 * COLUMN_TILE if width % (2 * COLUMN_TILE) == 0 else COLUMN_TILE
 
 
-def _in_bands(index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax.Array]:
+def in_bands(index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax.Array]:
     """Row and column of the ``index``-th tile: bands of rows, column by column within a band."""
     band = index // (BAND * columns)
     height = jnp.minimum(rows - band * BAND, BAND)
@@ -60,13 +61,13 @@ def _in_bands(index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax
     return band * BAND + lax.rem(within, height), within // height
 
 
-def _transforms(width: int) -> Any:
-    plgpu = _plgpu()
-    swizzle = plgpu.find_swizzle(width * 16)
-    return plgpu.TilingTransform((8, swizzle // 2)), plgpu.SwizzleTransform(swizzle)
+def _transforms(width: int, bits: int) -> Any:
+    plgpu = plgpu_module()
+    swizzle = plgpu.find_swizzle(width * bits)
+    return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
 
 
-class _Matmul:
+class Matmul:
     """One output tile after the other; what both kernels share.
 
     Args:
@@ -76,6 +77,8 @@ class _Matmul:
         maps: their index maps.
         multiply: ``(accumulator, a, b, warpgroup)``.
     """
+
+    bits = 16  # of an operand's number
 
     def __init__(
         self,
@@ -90,9 +93,12 @@ class _Matmul:
         self.multiply = multiply
 
     def pipeline(self, steps: Any, body: Any, context: Any) -> Any:
-        plgpu = _plgpu()
+        """``body`` for ``steps`` blocks of the operands, which one warpgroup copies ahead."""
+        plgpu = plgpu_module()
         specs = [
-            plgpu.BlockSpec(block, index, transforms=_transforms(block[1]), memory_space=plgpu.SMEM)
+            plgpu.BlockSpec(
+                block, index, transforms=_transforms(block[1], self.bits), memory_space=plgpu.SMEM
+            )
             for block, index in zip(self.blocks, self.maps, strict=True)
         ]
         return plgpu.emit_pipeline_warp_specialized(
@@ -108,11 +114,11 @@ class _Matmul:
 
     def scope(self, a: Any, b: Any, body: Callable[[Any], None]) -> None:
         """Run ``body(product)`` with shared memory for ``product(a, b, out, steps)``."""
-        plgpu = _plgpu()
+        plgpu = plgpu_module()
         nothing = lambda *_, **__: None  # noqa: E731
         allocations = self.pipeline(STAGES, nothing, nothing).get_allocations(a, b)
         slots = plgpu.SMEM(
-            (CONSUMERS, 2, EPILOGUE, EPILOGUE), jnp.bfloat16, transforms=_transforms(EPILOGUE)
+            (CONSUMERS, 2, EPILOGUE, EPILOGUE), jnp.bfloat16, transforms=_transforms(EPILOGUE, 16)
         )
 
         def run(allocations: Any, slots: Any) -> None:
@@ -123,7 +129,7 @@ class _Matmul:
 
     def product(self, allocations: Any, slots: Any, a: Any, b: Any, out: Any, steps: Any) -> None:
         """``out`` (a tile in global memory) from ``steps`` blocks of ``a`` and ``b``."""
-        plgpu = _plgpu()
+        plgpu = plgpu_module()
         warpgroup = lax.axis_index("wg")
 
         def context(evaluate: Callable[[Any], Any]) -> None:
@@ -142,7 +148,7 @@ class _Matmul:
 
     def store(self, values: Any, slots: Any, out: Any, warpgroup: Any) -> None:
         """Write a warpgroup's part of the tile through two slots of shared memory."""
-        plgpu = _plgpu()
+        plgpu = plgpu_module()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         first = [warpgroup * n if d == self.split else 0 for d, n in enumerate(self.part)]
         pieces = [
@@ -159,9 +165,9 @@ class _Matmul:
             plgpu.copy_smem_to_gmem(slot, out.at[where])
 
 
-def _kernel(body: Any, shape: Any, blocks: int) -> Any:
+def kernel_of(body: Any, shape: Any, blocks: int) -> Any:
     """``body`` as a kernel, which profiles show under its name."""
-    plgpu = _plgpu()
+    plgpu = plgpu_module()
     return plgpu.kernel(
         body,
         out_type=shape,
@@ -173,7 +179,7 @@ def _kernel(body: Any, shape: Any, blocks: int) -> Any:
     )
 
 
-def _share(total: Any, blocks: int) -> Any:
+def share(total: Any, blocks: int) -> Any:
     """How many of ``total`` tiles this thread block takes, beginning with its own number."""
     return (total - lax.axis_index("sm") + blocks - 1) // blocks
 
@@ -193,7 +199,7 @@ def rows_times_weights(
     Returns:
         bf16 ``[M, N]``; anything in tiles behind the last group.
     """
-    plgpu = _plgpu()
+    plgpu = plgpu_module()
     count, depth = rows.shape
     width = weights.shape[1] if transposed else weights.shape[2]
     column_tile = _column_tile(width)
@@ -204,7 +210,7 @@ def rows_times_weights(
         own = a.at[pl.ds(warpgroup * half, half)]
         plgpu.wgmma(accumulator, own, b.transpose((1, 0)) if transposed else b)
 
-    matmul = _Matmul(
+    matmul = Matmul(
         tile=(ROW_TILE, column_tile),
         split=0,
         blocks=((ROW_TILE, DEPTH), (column_tile, DEPTH) if transposed else (DEPTH, column_tile)),
@@ -218,7 +224,7 @@ def rows_times_weights(
 
             def one(i: jax.Array, _: None) -> None:
                 index = lax.axis_index("sm") + i * blocks
-                row, column = _in_bands(index, in_use, columns)
+                row, column = in_bands(index, in_use, columns)
                 where = pl.ds(row * ROW_TILE, ROW_TILE)
                 across = pl.ds(column * column_tile, column_tile)
                 weight = weights.at[groups[row]]
@@ -229,11 +235,11 @@ def rows_times_weights(
                     depth // DEPTH,
                 )
 
-            lax.fori_loop(0, _share(in_use * columns, blocks), one, None)
+            lax.fori_loop(0, share(in_use * columns, blocks), one, None)
 
         matmul.scope(rows, weights.at[0], tiles)
 
-    kernel = _kernel(grouped_gemm, jax.ShapeDtypeStruct((count, width), rows.dtype), blocks)
+    kernel = kernel_of(grouped_gemm, jax.ShapeDtypeStruct((count, width), rows.dtype), blocks)
     result: jax.Array = kernel(*tile_groups(sizes, count // ROW_TILE), rows, weights)
     return result
 
@@ -250,7 +256,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
     Returns:
         bf16 ``[groups, K, N]``.
     """
-    plgpu = _plgpu()
+    plgpu = plgpu_module()
     width_a, width_b = a.shape[1], b.shape[1]
     column_tile = _column_tile(width_b)
     down, columns = width_a // COLUMN_TILE, width_b // column_tile
@@ -261,7 +267,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
         own = b.at[:, pl.ds(warpgroup * half, half)]
         plgpu.wgmma(accumulator, a.transpose((1, 0)), own)
 
-    matmul = _Matmul(
+    matmul = Matmul(
         tile=(COLUMN_TILE, column_tile),
         split=1,
         blocks=((DEPTH, COLUMN_TILE), (DEPTH, column_tile)),
@@ -274,7 +280,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
             def one(i: jax.Array, _: None) -> None:
                 index = lax.axis_index("sm") + i * blocks
                 group = index // (down * columns)
-                row, column = _in_bands(lax.rem(index, down * columns), down, columns)
+                row, column = in_bands(lax.rem(index, down * columns), down, columns)
                 # only the first `steps` blocks of the slice are read, so it may end behind M
                 rows = pl.ds(pl.multiple_of(starts[group], ROW_TILE), a.shape[0])
                 where = pl.ds(row * COLUMN_TILE, COLUMN_TILE)
@@ -286,7 +292,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
                     steps[group],
                 )
 
-            lax.fori_loop(0, _share(groups * down * columns, blocks), one, None)
+            lax.fori_loop(0, share(groups * down * columns, blocks), one, None)
 
         matmul.scope(a, b, tiles)
 
@@ -294,6 +300,6 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
     starts = (jnp.cumsum(tiles) - tiles) * ROW_TILE
     steps = (sizes + DEPTH - 1) // DEPTH
     shape = jax.ShapeDtypeStruct((groups, width_a, width_b), a.dtype)
-    kernel = _kernel(grouped_gemm_of_rows, shape, blocks)
+    kernel = kernel_of(grouped_gemm_of_rows, shape, blocks)
     result: jax.Array = kernel(starts.astype(jnp.int32), steps.astype(jnp.int32), a, b)
     return result

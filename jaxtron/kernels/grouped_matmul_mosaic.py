@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtron.kernels import grouped_matmul_hopper_fp8 as hopper_fp8
 from jaxtron.kernels.grouped_matmul_hopper import (
     COLUMN_TILE,
     ROW_TILE,
@@ -12,7 +13,24 @@ from jaxtron.kernels.grouped_matmul_hopper import (
     rows_times_rows,
     rows_times_weights,
 )
-from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
+
+
+class MosaicFp8GroupedMatmul:
+    """See :class:`jaxtron.kernels.grouped_matmul_spec.Fp8GroupedMatmul`; results are bf16."""
+
+    def rows_times_weights(
+        self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, scale: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """See :class:`Fp8GroupedMatmul`."""
+        out = hopper_fp8.rows_times_weights(rows, weights, sizes, scale, blocks=multiprocessors())
+        return out.astype(dtype)
+
+    def rows_times_rows(
+        self, a: jax.Array, b: jax.Array, sizes: jax.Array, scale: jax.Array
+    ) -> jax.Array:
+        """See :class:`Fp8GroupedMatmul`."""
+        return hopper_fp8.rows_times_rows(a, b, sizes, scale, blocks=multiprocessors())
 
 
 class MosaicGroupedMatmul:
@@ -21,6 +39,7 @@ class MosaicGroupedMatmul:
     name = "mosaic_gpu"
     strided = False
     row_tile = ROW_TILE
+    fp8: Fp8GroupedMatmul | None = MosaicFp8GroupedMatmul()
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """bf16 in whole tiles on compute capability 9.0."""

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
 
 
 class PaddedGroupedMatmul:
@@ -15,9 +15,12 @@ class PaddedGroupedMatmul:
     name = "padded"
     strided = True
     row_tile = 1
+    fp8: Fp8GroupedMatmul | None = None
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """Anything with a limit on the rows of an expert."""
+        if spec.fp8:
+            return "it has no FP8 products"
         if spec.most is None:
             return (
                 "without a capacity (model.moe_expert_capacity_factor is null) every expert would "

@@ -1,9 +1,36 @@
 """Grouped matrix products with ``lax.ragged_dot``: the reference."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
+
+
+class XlaFp8GroupedMatmul:
+    """FP8 values multiplied in fp32."""
+
+    def rows_times_weights(
+        self, rows: jax.Array, weights: jax.Array, sizes: jax.Array, scale: jax.Array, dtype: Any
+    ) -> jax.Array:
+        """See :class:`Fp8GroupedMatmul`."""
+        return (_exact(rows, jnp.swapaxes(weights, 1, 2), sizes) * scale).astype(dtype)
+
+    def rows_times_rows(
+        self, a: jax.Array, b: jax.Array, sizes: jax.Array, scale: jax.Array
+    ) -> jax.Array:
+        """See :class:`Fp8GroupedMatmul`."""
+        weights = jax.ShapeDtypeStruct((sizes.shape[0], a.shape[0], b.shape[0]), jnp.float32)
+        product = jax.linear_transpose(lambda w: _exact(a.T, w, sizes), weights)
+        (sums,) = product(b.T.astype(jnp.float32))
+        return sums * scale
+
+
+def _exact(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    operands = rows.astype(jnp.float32), weights.astype(jnp.float32)
+    return lax.ragged_dot(*operands, sizes, precision=lax.Precision.HIGHEST)
 
 
 class XlaGroupedMatmul:
@@ -12,6 +39,7 @@ class XlaGroupedMatmul:
     name = "xla"
     strided = False
     row_tile = 1
+    fp8: Fp8GroupedMatmul | None = XlaFp8GroupedMatmul()
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """Everything, except on GPUs."""

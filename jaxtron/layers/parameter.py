@@ -19,15 +19,19 @@ LogicalAxes = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Product:
-    """The matrix product that a weight takes part in (``jaxtron/layers/linear.py``).
+    """The matrix product that a weight takes part in.
+
+    That of ``jaxtron/layers/linear.py``, or one for each expert (``jaxtron/layers/moe``).
 
     Attributes:
         name: of the product within its module; weights multiplied together share it.
-        inputs: leading dimensions of the weight that are summed over.
+        inputs: dimensions of the weight that are summed over.
+        experts: whether the first dimension, before these, numbers experts.
     """
 
     name: str
     inputs: int = 1
+    experts: bool = False
 
 
 def normal(
@@ -47,7 +51,8 @@ def normal(
         std: standard deviation.
         drawn_rows: rows of the first dimension that are drawn; the rest (padding) is zero, so that
             the drawn values do not depend on the padding.
-        product: the product of :func:`jaxtron.layers.linear.linear` it is for; None: another use.
+        product: of :func:`jaxtron.layers.linear.linear` or of experts, which it is for; None:
+            another use.
     """
     rows = shape[0] if drawn_rows is None else drawn_rows
     value = std * jax.random.normal(rngs.params(), (rows, *shape[1:]), jnp.float32)

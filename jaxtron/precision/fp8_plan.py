@@ -149,8 +149,9 @@ class Fp8Plan:
         transposed = None
         if not self.gathers_in_layer:
             values = _gather_values(values, layout)
-            dims = range(values.ndim)
-            transposed = jnp.transpose(values, (*dims[site.inputs :], *dims[: site.inputs]))
+            experts, dims = (0,) * site.experts, range(site.experts, values.ndim)
+            order = (*experts, *dims[site.inputs :], *dims[: site.inputs])
+            transposed = jnp.transpose(values, order)
         empty = Fp8Gradient(
             jnp.zeros(values.shape, jnp.float32), None if given is None else jnp.zeros(2)
         )

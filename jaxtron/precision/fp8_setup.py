@@ -87,6 +87,7 @@ def make_fp8_plan(
         sites[path] = Fp8Site(
             name=names[path],
             inputs=product.inputs,
+            experts=product.experts,
             recipe=recipe,
             input_axes=_axes(region, shared, [within[p] for p in together], product, inputs=True),
             gradient_axes=_axes(
@@ -130,12 +131,14 @@ def _axes(
     """Mesh axes that split the product's input, or the gradient of its output.
 
     They are those that split the weight's input dimensions, or its output dimensions, and
-    ``shared``.
+    ``shared``. The rows of experts come from all devices that share the experts, and members of
+    ``tensor`` may route different tokens.
     """
     used = set(shared)
     for layout in layouts:
-        dims = (
-            layout.model_axes[: product.inputs] if inputs else layout.model_axes[product.inputs :]
-        )
-        used |= {axis for axes in dims for axis in axes}
+        experts, dims = layout.model_axes[: product.experts], layout.model_axes[product.experts :]
+        own = dims[: product.inputs] if inputs else dims[product.inputs :]
+        used |= {axis for axes in (*experts, *own) for axis in axes}
+    if product.experts:
+        used.add("tensor")
     return region.live([axis for axis in AXES if axis in used])

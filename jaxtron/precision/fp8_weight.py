@@ -35,7 +35,8 @@ class Fp8Site:
 
     Attributes:
         name: ``attention/qkv``.
-        inputs: leading dimensions of its weights that are summed over.
+        inputs: dimensions of its weights that are summed over.
+        experts: whether the first dimension, before these, numbers experts.
         recipe: how its tensors become FP8.
         input_axes: mesh axes over which the largest magnitude of the input is taken.
         gradient_axes: the same for the gradient of the output.
@@ -43,6 +44,7 @@ class Fp8Site:
 
     name: str
     inputs: int
+    experts: bool
     recipe: Fp8Recipe
     input_axes: tuple[str, ...]
     gradient_axes: tuple[str, ...]
@@ -80,9 +82,9 @@ class Fp8Weight:
     """A weight ``[*in, *out]`` in FP8, as bits. Stacked layers add a leading dimension to leaves.
 
     Attributes:
-        values: uint8 ``[*in, *out]``.
-        transposed: uint8 ``[*out, *in]``, the same as the forward product reads them; None: to be
-            made where it is used (a weight that is gathered there).
+        values: uint8 ``[*in, *out]``; of experts ``[experts, *in, *out]``.
+        transposed: uint8 ``[*out, *in]`` or ``[experts, *out, *in]``, the same as the forward
+            product reads them; None: to be made where it is used (a weight that is gathered there).
         scale: of the values, scalar; the weights of one product share it.
         scales: ``[2]`` given scales of the product's input and of its output's gradient; None:
             each is computed from the tensor itself.

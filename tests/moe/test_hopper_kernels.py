@@ -11,16 +11,19 @@ from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
 pytestmark = pytest.mark.gpu
 
 GROUPS, INNER, OUTER, SLOTS = 4, 384, 512, 2048
+LOADS = [(256, 256, 256, 256), (1, 0, 700, 130), (0, 0, 0, 0), (0, 2048, 0, 0)]
 
 
-@pytest.mark.parametrize(
-    "sizes", [(256, 256, 256, 256), (1, 0, 700, 130), (0, 0, 0, 0), (0, 2048, 0, 0)], ids=str
-)
+def starts_of(sizes: tuple[int, ...], tile: int) -> np.ndarray:
+    return np.cumsum([0, *(-(-n // tile) * tile for n in sizes)])
+
+
+@pytest.mark.parametrize("sizes", LOADS, ids=str)
 def test_products_and_gradients_are_those_of_every_expert(sizes: tuple[int, ...]) -> None:
     spec = GroupedMatmulSpec(SLOTS, GROUPS, INNER, OUTER, jnp.dtype(jnp.bfloat16), 256, None)
     kernel = choose_grouped_matmul("mosaic_gpu", spec, "gpu")
     keys = jax.random.split(jax.random.key(0), 3)
-    starts = np.cumsum([0, *(-(-n // kernel.row_tile) * kernel.row_tile for n in sizes)])
+    starts = starts_of(sizes, kernel.row_tile)
     used = np.zeros((SLOTS, 1), np.float32)
     for start, size in zip(starts, sizes, strict=False):
         used[start : start + size] = 1
@@ -40,3 +43,31 @@ def test_products_and_gradients_are_those_of_every_expert(sizes: tuple[int, ...]
             scale = np.max(np.abs(expected), initial=1e-9)
             error = np.abs(np.asarray(actual, np.float64) - expected)
             assert np.max(error, initial=0) <= 2**-7 * scale
+
+
+@pytest.mark.parametrize("sizes", LOADS, ids=str)
+def test_fp8_products_are_those_of_every_expert(sizes: tuple[int, ...]) -> None:
+    """All operands are positive, so that an accumulator of few bits would lose part of the sum."""
+    spec = GroupedMatmulSpec(SLOTS, GROUPS, INNER, OUTER, jnp.dtype(jnp.bfloat16), 256, None, True)
+    kernel = choose_grouped_matmul("mosaic_gpu", spec, "gpu")
+    assert kernel.fp8 is not None
+    rng, starts = np.random.default_rng(0), starts_of(sizes, kernel.row_tile)
+    used = np.zeros((SLOTS, 1))
+    for start, size in zip(starts, sizes, strict=False):
+        used[start : start + size] = 1
+    x = jnp.asarray(rng.uniform(0, 3, (SLOTS, INNER)) * used, jnp.float8_e4m3fn)
+    g = jnp.asarray(rng.uniform(0, 3, (SLOTS, OUTER)) * used, jnp.float8_e5m2)
+    w = jnp.asarray(rng.uniform(0, 3, (GROUPS, OUTER, INNER)), jnp.float8_e4m3fn)
+    counts, scale = jnp.array(sizes, jnp.int32), jnp.float32(0.25)
+    out = kernel.fp8.rows_times_weights(x, w, counts, scale, jnp.bfloat16)
+    d_x = kernel.fp8.rows_times_weights(g, jnp.swapaxes(w, 1, 2), counts, scale, jnp.bfloat16)
+    d_w = kernel.fp8.rows_times_rows(x.T, g.T, counts, scale)
+    x, g, w = (np.asarray(a.astype(jnp.float32), np.float64) for a in (x, g, w))
+    for e in range(GROUPS):
+        rows = slice(starts[e], starts[e + 1])
+        for actual, expected in (
+            (out[rows], x[rows] @ w[e].T),
+            (d_x[rows], g[rows] @ w[e]),
+            (d_w[e], x[rows].T @ g[rows]),
+        ):
+            np.testing.assert_allclose(np.asarray(actual, np.float64), expected / 4, rtol=2**-8)

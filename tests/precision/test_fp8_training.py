@@ -83,8 +83,7 @@ def test_with_global_scope_a_mesh_equals_one_device(
     assert_close_leaves(grads, expected[1], 1e-3, "gradient")
 
 
-def test_attention_and_shared_experts_are_fp8_in_a_model_with_experts() -> None:
-    """Whose routed experts are not; a mesh equals one device."""
+def test_in_a_model_with_experts_a_mesh_equals_one_device() -> None:
     model = {
         "num_layers": 1,
         "num_experts": 4,
@@ -95,8 +94,8 @@ def test_attention_and_shared_experts_are_fp8_in_a_model_with_experts() -> None:
     raw = {"model": model}
     one = program({"fp8_amax_scope": "global"}, **raw)
     assert one.plan.fp8 is not None
-    names = ["attention/output", "attention/qkv", "moe/shared/down", "moe/shared/up"]
-    assert one.plan.fp8.products == names
+    moe = [f"moe/{m}/{p}" for m in ("experts", "shared") for p in ("down", "up")]
+    assert one.plan.fp8.products == ["attention/output", "attention/qkv", *moe]
     expected, mesh = gradients(one), {"expert": 2, "tensor": 2}
     loss, grads = gradients(program({"fp8_amax_scope": "global"}, mesh, **raw))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)

@@ -9,8 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmul
 from jaxtron.layers.mlp import ACTIVATIONS
-from jaxtron.layers.parameter import normal
+from jaxtron.layers.parameter import Product, normal
 from jaxtron.models.config import ModelConfig
+from jaxtron.precision.fp8_experts import fp8_experts
+from jaxtron.precision.fp8_weight import Fp8Weight
 
 
 class Experts(nnx.Module):
@@ -29,15 +31,30 @@ class Experts(nnx.Module):
             (experts, embed, parts, inner),
             ("experts", "embed", None, "expert_mlp"),
             config.init_method_std,
+            product=Product("up", experts=True),
         )
         self.down = normal(
-            rngs, (experts, inner, embed), ("experts", "expert_mlp", "embed"), output_std
+            rngs,
+            (experts, inner, embed),
+            ("experts", "expert_mlp", "embed"),
+            output_std,
+            product=Product("down", experts=True),
         )
 
     @property
     def split(self) -> bool:
         """Whether this device holds a part of the inner width."""
-        return self.up.shape[-1] < self.config.expert_ffn
+        return self.inner < self.config.expert_ffn
+
+    @property
+    def inner(self) -> int:
+        """Inner width on this device."""
+        return int(self.up.get_value().shape[-1])
+
+    @property
+    def fp8(self) -> bool:
+        """Whether weights came in FP8."""
+        return any(isinstance(w.get_value(), Fp8Weight) for w in (self.up, self.down))
 
     def __call__(
         self, rows: jax.Array, sizes: jax.Array, grouped_matmul: GroupedMatmul
@@ -53,12 +70,20 @@ class Experts(nnx.Module):
             ``[M, h]``; partial sums over ``tensor`` where the inner width is split.
         """
         up = self.up.get_value()
-        u = _product(rows, up, sizes, grouped_matmul)
+        u = _multiply(rows, up, sizes, grouped_matmul)
         u = checkpoint_name(u, "mlp_up").reshape(rows.shape[0], *up.shape[2:])
         act = ACTIVATIONS[self.config.activation]
         u = act(u[:, 0]) * u[:, 1] if self.config.gated else act(u[:, 0])
         u = checkpoint_name(u, "mlp_act")
-        return _product(u, self.down.get_value(), sizes, grouped_matmul)
+        return _multiply(u, self.down.get_value(), sizes, grouped_matmul)
+
+
+def _multiply(
+    rows: jax.Array, weight: jax.Array | Fp8Weight, sizes: jax.Array, kernel: GroupedMatmul
+) -> jax.Array:
+    if isinstance(weight, Fp8Weight):
+        return fp8_experts(rows, weight, sizes, kernel)
+    return _product(rows, weight, sizes, kernel)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -121,10 +121,11 @@ class MoE(nnx.Module):
                 rows=slots,
                 experts=plan.local_experts,
                 inner=hidden,
-                outer=self.experts.up.shape[-1],
+                outer=self.experts.inner,
                 dtype=jnp.dtype(x.dtype),
                 expected=-(-rows * length * topk * plan.group // config.num_experts),
                 most=None if most is None else most * plan.group,
+                fp8=self.experts.fp8,
             ),
             moe.platform,
         )
