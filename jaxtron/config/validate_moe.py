@@ -193,6 +193,22 @@ def _latent_products_are_in_bf16(config: Config) -> Iterator[str]:
         )
 
 
+def _fp8_experts_are_there(config: Config) -> Iterator[str]:
+    precision = config.precision
+    if not precision.fp8_experts:
+        return
+    if config.model.num_experts is None:
+        yield (
+            "precision.fp8_experts is true, but model.num_experts is null: set precision."
+            "fp8_experts to false, or model.num_experts"
+        )
+    elif precision.fp8 is None:
+        yield (
+            "precision.fp8_experts is true, but precision.fp8 is null: set precision.fp8 to "
+            "current or delayed, or precision.fp8_experts to false"
+        )
+
+
 def _experts_have_no_biases(config: Config) -> Iterator[str]:
     model = config.model
     if model.num_experts is not None and model.add_bias_linear:
@@ -268,6 +284,7 @@ MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _dense_layers_come_first,
     _latent_attention_keys_agree,
     _latent_products_are_in_bf16,
+    _fp8_experts_are_there,
 )
 
 MOE_LAYOUT_CHECKS: tuple[Callable[[Config, Mapping[str, int]], Iterator[str]], ...] = (

@@ -48,8 +48,7 @@ def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> 
     if spec.fp8:
         raise ConfigError(
             f"no kernel of model.moe_grouped_gemm_backend={name} multiplies experts in FP8 here: "
-            f"{'; '.join(refusals)}; add '*/moe/experts/*' to precision.fp8_exceptions, which "
-            "keeps them in the compute format"
+            f"{'; '.join(refusals)}; set precision.fp8_experts to false"
         )
     raise ConfigError(
         f"model.moe_grouped_gemm_backend={name} cannot be used: {'; '.join(refusals)}; set "

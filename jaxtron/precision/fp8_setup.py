@@ -55,6 +55,8 @@ def make_fp8_plan(
     if config.fp8 is None:
         return None
     check_device(config, device)
+    if products and not config.fp8_experts:
+        products = {path: product for path, product in products.items() if not product.experts}
     if not products:
         raise ConfigError(
             f"precision.fp8 is {config.fp8}, but the model names no matrix products: its weights "

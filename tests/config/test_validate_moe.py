@@ -133,6 +133,16 @@ REFUSED = {
         ["v_head_dim 256", "192"],
         ["model.v_head_dim=192"],
     ),
+    "fp8_experts_without_experts": (
+        ["precision.fp8=current", "precision.fp8_experts=true"],
+        ["precision.fp8_experts is true", "num_experts is null"],
+        ["precision.fp8_experts=false"],
+    ),
+    "fp8_experts_without_fp8": (
+        [*EXPERTS, "precision.fp8_experts=true"],
+        ["precision.fp8_experts is true", "precision.fp8 is null"],
+        ["precision.fp8=current"],
+    ),
     "fp8_latent_attention": (
         [
             "model.multi_latent_attention=true",

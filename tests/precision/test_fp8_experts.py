@@ -96,5 +96,5 @@ def test_products_and_gradients_are_those_of_rounded_operands(keeps_transposed: 
 def test_kernels_without_fp8_are_refused_with_what_to_do() -> None:
     spec = GroupedMatmulSpec(256, 2, 128, 128, jnp.dtype(jnp.bfloat16), 128, 128, fp8=True)
     assert choose_grouped_matmul("auto", spec, "cpu").name == "xla"
-    with pytest.raises(ConfigError, match=r"moe/experts/\*"):
+    with pytest.raises(ConfigError, match="fp8_experts to false"):
         choose_grouped_matmul("bucketed", spec, "cpu")

@@ -83,7 +83,7 @@ def test_with_global_scope_a_mesh_equals_one_device(
     assert_close_leaves(grads, expected[1], 1e-3, "gradient")
 
 
-def test_in_a_model_with_experts_a_mesh_equals_one_device() -> None:
+def test_with_experts_in_fp8_a_mesh_equals_one_device() -> None:
     model = {
         "num_layers": 1,
         "num_experts": 4,
@@ -91,13 +91,13 @@ def test_in_a_model_with_experts_a_mesh_equals_one_device() -> None:
         "moe_shared_expert_intermediate_size": 16,
         "moe_aux_loss_coeff": 0.05,
     }
-    raw = {"model": model}
-    one = program({"fp8_amax_scope": "global"}, **raw)
-    assert one.plan.fp8 is not None
-    moe = [f"moe/{m}/{p}" for m in ("experts", "shared") for p in ("down", "up")]
-    assert one.plan.fp8.products == ["attention/output", "attention/qkv", *moe]
-    expected, mesh = gradients(one), {"expert": 2, "tensor": 2}
-    loss, grads = gradients(program({"fp8_amax_scope": "global"}, mesh, **raw))
+    others = ["attention/output", "attention/qkv", "moe/shared/down", "moe/shared/up"]
+    assert program({}, model=model).plan.fp8.products == others
+    precision, mesh = {"fp8_amax_scope": "global", "fp8_experts": True}, {"expert": 2, "tensor": 2}
+    one = program(precision, model=model)
+    assert one.plan.fp8.products == sorted([*others, "moe/experts/down", "moe/experts/up"])
+    expected = gradients(one)
+    loss, grads = gradients(program(precision, mesh, model=model))
     np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
     assert_close_leaves(grads, expected[1], 1e-3, "gradient")
 
