@@ -147,7 +147,9 @@ class ModelConfig:
     mtp_loss_scaling_factor: float = key(
         0.1, "Weight of the mean loss of the depths of multi-token prediction.", gt=0
     )
-    moe_per_layer_logging: bool = key(False, "Log the load of the experts layer by layer.")
+    moe_per_layer_logging: bool = key(
+        False, "Log the load of the experts layer by layer, with a histogram."
+    )
 
     @property
     def query_groups(self) -> int:

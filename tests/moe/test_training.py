@@ -11,6 +11,7 @@ import pytest
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.checkpoint.config import CheckpointConfig
 from jaxtron.errors import ConfigError
+from jaxtron.layers.moe.step import load_metrics
 from jaxtron.program import Program
 from jaxtron.resume import with_fresh_optimizer
 from tests.moe.arms import BIAS, T_MOE
@@ -78,6 +79,15 @@ def test_per_layer_loads_are_logged_on_request() -> None:
     layers = [float(metrics[f"moe_load_max/layer_{i}"]) for i in range(2)]
     assert max(layers) == float(metrics["moe_load_max"])
     assert min(layers) >= 1
+
+
+def test_experts_of_each_layer_are_counted_by_their_load() -> None:
+    """Means of 10 and of 0; a load at the edge of two bins is in the upper one."""
+    load = np.array([[0, 0, 0, 0, 0, 0, 0, 0], [0, 4, 5, 8, 12, 12, 19, 20]], np.int32)
+    metrics = load_metrics(load, np.zeros(2), {0: 1, 5: 0}, per_layer=True)
+    bins = ["under_0.5", "0.5_to_0.8", "0.8_to_1.25", "1.25_to_2", "over_2"]
+    assert [int(metrics[f"moe_load_{name}/layer_0"]) for name in bins] == [2, 1, 3, 1, 1]
+    assert [int(metrics[f"moe_load_{name}/layer_5"]) for name in bins] == [8, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("target", [{"expert": 4}, {"expert": 2, "tensor": 2}], ids=str)

@@ -1,6 +1,7 @@
 """What a training step adds to a model with experts: weights of its tokens, and what it reports."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 from jaxtron.layers.moe.expert_bias import BUFFER, update_bias
 from jaxtron.models.config import ModelConfig
 from jaxtron.parallel.region import Region
+
+LOAD_BINS = (0.5, 0.8, 1.25, 2.0)
+"""Between these loads, relative to the mean of a layer, its experts are counted."""
 
 
 def live_tokens(loss_mask: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
@@ -42,9 +46,11 @@ def load_metrics(
     """Scalars about the experts' load and the router's losses.
 
     ``moe_load_max`` and ``moe_load_min`` are loads of the fullest and the emptiest expert relative
-    to the mean of their layer, over all layers; with ``per_layer`` also of each layer
-    (``moe_load_max/layer_0``). ``moe_idle_experts`` counts experts without a token, and
-    ``moe_aux_loss`` is what routers added to the objective.
+    to the mean of their layer, over all layers; ``moe_idle_experts`` counts experts without a
+    token, and ``moe_aux_loss`` is what routers added to the objective. With ``per_layer`` fullest
+    and emptiest also of each layer (``moe_load_max/layer_0``), and how many of its experts have a
+    load between two of :data:`LOAD_BINS` (``moe_load_0.8_to_1.25/layer_0``; the lower one counts
+    in).
 
     Args:
         load: int32 ``[places, experts]``.
@@ -66,4 +72,19 @@ def load_metrics(
         for i, number in enumerate(numbers):
             metrics[f"moe_load_max/layer_{number}"] = most[i]
             metrics[f"moe_load_min/layer_{number}"] = least[i]
+            for name, experts in _histogram(relative[i]).items():
+                metrics[f"{name}/layer_{number}"] = experts
     return metrics
+
+
+def _histogram(relative: jax.Array) -> dict[str, jax.Array]:
+    """Experts by their load, int32 each."""
+    names = [
+        f"under_{LOAD_BINS[0]:g}",
+        *(f"{low:g}_to_{high:g}" for low, high in pairwise(LOAD_BINS)),
+        f"over_{LOAD_BINS[-1]:g}",
+    ]
+    which = jnp.searchsorted(jnp.array(LOAD_BINS), relative, side="right")
+    return {
+        f"moe_load_{name}": jnp.sum(which == i, dtype=jnp.int32) for i, name in enumerate(names)
+    }
