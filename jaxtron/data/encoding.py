@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtron.data.documents import BadRecord, Block, parse_record
+from jaxtron.data.documents import Block, parse_records
 from jaxtron.data.process_map import WorkerDiedError, process_map
 from jaxtron.data.sentences import split_sentences
 from jaxtron.data.tokenizers import Tokenizer
@@ -76,18 +76,12 @@ class Encoder:
 
     def __call__(self, block: Block) -> EncodedBlock:
         """Encode the block's records; bad ones are reported in the result, not raised."""
-        rows: list[list[str]] = []
-        bad: list[tuple[str, str]] = []
-        for record in block.records:
-            try:
-                rows.append(parse_record(record, self._job.keys))
-            except BadRecord as error:
-                bad.append((error.reason, error.message))
-                if self._job.stop:
-                    return EncodedBlock({}, bad)
+        columns, found = parse_records(block.records, self._job.keys, stop=self._job.stop)
+        bad = [(error.reason, error.message) for error in found]
+        if bad and self._job.stop:
+            return EncodedBlock({}, bad)
         texts = {
-            key: self._encode([row[column] for row in rows])
-            for column, key in enumerate(self._job.keys)
+            key: self._encode(column) for key, column in zip(self._job.keys, columns, strict=True)
         }
         return EncodedBlock(texts, bad)
 
