@@ -22,6 +22,7 @@ from tests.moe.arms import (
 )
 
 ALLGATHER, CAPACITY = DISPATCHERS["allgather"], CAPACITIES["capacity"]
+DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.3}
 
 DEFAULT: dict[str, dict[str, Any]] = {
     "expert8": {"parallel": {"expert": 8}, "model": CAPACITY},
@@ -29,7 +30,10 @@ DEFAULT: dict[str, dict[str, Any]] = {
         "parallel": {"expert": 2, "fsdp": 2, "data_sharding": "optim_grads_params"},
         "model": ALLGATHER | CAPACITY,
     },
-    "expert2-data2-tensor2": {"parallel": {"expert": 2, "data": 2, "tensor": 2}, "model": BIAS},
+    "expert2-data2-tensor2": {
+        "parallel": {"expert": 2, "data": 2, "tensor": 2},
+        "model": BIAS | DROPOUT,
+    },
     "expert2-fsdp2-tensor2-whole-experts": {
         "parallel": {
             "expert": 2,
@@ -42,7 +46,7 @@ DEFAULT: dict[str, dict[str, Any]] = {
     },
     "expert2-pipeline2": {
         "parallel": {"expert": 2, "pipeline": 2},
-        "model": BIAS | ALLGATHER | AHEAD,
+        "model": BIAS | ALLGATHER | AHEAD | DROPOUT,
     },
     "expert4-pipeline2-global": {
         "parallel": {"expert": 4, "pipeline": 2},

@@ -93,6 +93,7 @@ DEFAULT: dict[str, dict[str, Any]] = {
             "tensor": 2,
             "data_sharding": "optim_grads_params",
         },
+        "model": {"attention_dropout": 0.3, "hidden_dropout": 0.3},
         "train": {"num_microbatches": 2, "recompute": {"core_attn": "save"}},
         "loss": {"reduction": "microbatch", "z_loss_coeff": 0.01},
     },

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -20,17 +21,22 @@ from tests.trainer.runs import (
 )
 from tests.trainer.sources import ragged
 
-LAYOUTS: list[tuple[dict, int]] = [
-    ({}, 1),
-    ({}, 4),
-    ({"data": 8}, 1),
-    ({"fsdp": 8}, 1),
-    ({"tensor": 8}, 2),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, 2),
-    ({"context": 4, "context_strategy": "ring"}, 1),
-    ({"fsdp": 2, "context": 2, "context_strategy": "all_to_all"}, 2),
-    ({"pipeline": 2}, 4),
-    ({"pipeline": 2, "tensor": 2, "context": 2}, 2),
+EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16}
+LAYOUTS: list[tuple[dict, int, dict]] = [
+    ({}, 1, {}),
+    ({}, 4, {}),
+    ({"data": 8}, 1, {}),
+    ({"data": 4}, 2, {}),
+    ({"fsdp": 8}, 1, {}),
+    ({"tensor": 8}, 2, {}),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, 2, {}),
+    ({"context": 4, "context_strategy": "ring"}, 1, {}),
+    ({"fsdp": 2, "context": 2, "context_strategy": "all_to_all"}, 2, {}),
+    ({"pipeline": 2}, 4, {}),
+    ({"pipeline": 2, "tensor": 2, "context": 2}, 2, {}),
+    ({}, 1, EXPERTS),
+    ({"expert": 4, "data": 2}, 1, EXPERTS),
+    ({"expert": 2, "pipeline": 2, "tensor": 2}, 2, EXPERTS),
 ]
 
 
@@ -84,22 +90,33 @@ def expected(trainer, state, valid_rows):
     return total / count, count
 
 
+def placed(state, program):
+    """A state of one device, on the program's devices."""
+    abstract = program.abstract_state()
+    return program.from_logical(
+        jax.tree.map(lambda a, s: jax.device_put(np.asarray(a), s.sharding), state, abstract)
+    )
+
+
 def test_every_layout_reports_the_mean_over_the_rows(tmp_path):
     """3 rows are less than a global batch of 8, 11 are more; the rest of a batch is padding."""
     results = {}
-    for parallel, microbatches in LAYOUTS:
+    for parallel, microbatches, model in LAYOUTS:
+        state = None
         for valid_rows in (3, 8, 11):
             trainer = make_trainer(
                 ragged_config(
                     tmp_path,
                     valid_rows,
+                    model=model,
                     parallel=parallel,
                     train={"num_microbatches": microbatches},
                 )
             )
-            state = trainer.program.init_state()
             if not parallel and microbatches == 1:
+                state = weights = state or trainer.program.init_state()
                 results[valid_rows] = expected(trainer, state, valid_rows)
+            state = state or placed(weights, trainer.program)
             loss, tokens = evaluate(trainer, state)
             assert tokens == results[valid_rows][1] == sum(r % SEQ + 1 for r in range(valid_rows))
             assert math.isclose(loss, results[valid_rows][0], rel_tol=1e-6), (parallel, valid_rows)

@@ -52,12 +52,9 @@ MIXTURE_MESHES = {
 }
 # One step on each mesh: from few devices to many and back, and every axis comes and goes.
 DENSE_WAY = [
-    "data 8",
-    "fsdp 8",
-    "tensor 2 x pipeline 4",
-    "tensor 8",
     "pipeline 2, interleaved",
     "data 2 x fsdp 2 x tensor 2",
+    "tensor 2 x pipeline 4",
     "pipeline 2 x context 2 x data 2",
     "1 device",
 ]
