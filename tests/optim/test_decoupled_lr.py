@@ -59,7 +59,8 @@ def test_embedding_and_output_train_as_in_a_run_with_their_learning_rate(name: s
         "layers": large["layers"],
         "output": small["output"],
     }
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), both, want)
+    # Muon's iteration enlarges the rounding of programs that are compiled apart.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), both, want)
     assert np.abs(large["output"]["weight"] - small["output"]["weight"]).max() > 0.01
 
 

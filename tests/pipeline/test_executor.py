@@ -12,6 +12,7 @@ from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
 from jaxtron.parallel.pipeline.table import programs, tick_table
 from jaxtron.program import Program
 from tests.parity.harness import make_batch, make_config, rows_of
+from tests.program.jaxprs import equations
 
 MODEL = {"num_layers": 4, "num_query_groups": 2, "max_position_embeddings": 64}
 
@@ -46,16 +47,6 @@ def arguments(program: Program) -> tuple[Any, Any]:
         is_leaf=lambda node: hasattr(node, "stored_spec"),
     )
     return shapes, batch
-
-
-def equations(jaxpr: Any) -> Any:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def ring_of(program: Program) -> list[Any]:

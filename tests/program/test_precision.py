@@ -17,10 +17,11 @@ def program_for(
     parallel: dict[str, Any] | None = None,
     devices: int = 1,
     grads: str = "fp32",
+    num_layers: int = 1,
     **train: Any,
 ) -> Program:
     config = make_config(
-        model={"num_layers": 1},
+        model={"num_layers": num_layers},
         parallel=parallel,
         train={"global_batch_size": 8, **train},
         optimizer={"name": "adamw"},
@@ -44,10 +45,14 @@ def test_bf16_loss_is_close_to_fp32_and_the_state_stays_fp32() -> None:
     np.testing.assert_allclose(losses["bf16"], losses["fp32"], atol=3e-2)
 
 
-def gradients_of_equal_microbatches(level: str, count: int, grads: str = "fp32") -> Any:
+def gradients_of_equal_microbatches(
+    level: str, count: int, grads: str = "fp32", stages: int = 1
+) -> Any:
     program = program_for(
         "bf16",
-        {"fsdp": 1, "data_sharding": level},
+        {"fsdp": 1, "data_sharding": level, "pipeline": stages},
+        stages,
+        num_layers=stages,
         grads=grads,
         global_batch_size=count,
         num_microbatches=count,
@@ -74,17 +79,33 @@ def test_gradients_are_accumulated_in_fp32() -> None:
                 np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-8)
 
 
+def rounded_sum(part: np.ndarray, count: int) -> np.ndarray:
+    """``count`` times ``part``, rounded to bf16 after each addition."""
+    total = np.zeros_like(part)
+    for _ in range(count):
+        total = np.asarray(jnp.asarray(total + part, jnp.bfloat16), np.float32)
+    return total
+
+
 def test_precision_grads_bf16_rounds_every_sum_over_microbatches() -> None:
     """64 equal microbatches, as above, against a sum in NumPy that is rounded to bf16 each time."""
     ones = gradients_of_equal_microbatches("optim", 1)["layers"]["mlp"]["down"]
     for level in ("optim", "optim_grads"):
         grads = gradients_of_equal_microbatches(level, 64, grads="bf16")
-        total = np.zeros_like(ones)
-        for _ in range(64):
-            total = np.asarray(jnp.asarray(total + ones / 64, jnp.bfloat16), np.float32)
         many = grads["layers"]["mlp"]["down"]
         assert many.dtype == np.float32 and not np.array_equal(many, ones)
-        np.testing.assert_array_equal(many, total)
+        np.testing.assert_array_equal(many, rounded_sum(ones / 64, 64))
+
+
+def test_precision_grads_holds_on_both_stages_of_a_pipeline() -> None:
+    """The sum in fp32 is exact, so that it tells what each microbatch adds."""
+    exact = gradients_of_equal_microbatches("optim", 16, stages=2)["layers"]["mlp"]["down"]
+    grads = gradients_of_equal_microbatches("optim", 16, grads="bf16", stages=2)
+    many = grads["layers"]["mlp"]["down"]
+    assert many.shape[0] == 2
+    for stage in range(2):
+        assert not np.array_equal(many[stage], exact[stage])
+    np.testing.assert_array_equal(many, rounded_sum(exact / 16, 16))
 
 
 def test_every_float_carried_over_microbatches_is_fp32() -> None:

@@ -25,6 +25,7 @@ from jaxtron.models.config import ModelConfig
 from jaxtron.models.decoder import Decoder
 from jaxtron.parallel.region import Region
 from tests.parity.harness import make_config
+from tests.program.jaxprs import equations
 
 ROWS, SEQ, LAYERS = 2, 8, 3
 MODEL = ModelConfig(
@@ -107,16 +108,6 @@ def test_gradients_are_the_same_under_every_policy(loop: str) -> None:
             scale = float(jnp.max(jnp.abs(expected)))
             assert scale > 0
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * scale, err_msg=name)
-
-
-def equations(jaxpr: Any) -> Any:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
 
 
 def residuals(loop: str, remat: Remat) -> list[tuple[str | None, Any]]:
