@@ -131,7 +131,8 @@ class Objective:
             return objective + added, (plain, reports)
 
         looks_back = config.model.moe_router_load_balancing_type == "global_aux_loss"
-        return Computation(side, lookup, embed, layers, loss, looks_back)
+        affine = not config.model.num_dense_layers
+        return Computation(side, lookup, embed, layers, loss, affine, looks_back)
 
     def inputs(self, side: Any, step: jax.Array | None) -> LayerInputs:
         """What layers see of a microbatch besides the residual stream."""

@@ -112,7 +112,7 @@ class Program:
             sequence_parallel = self.sizes["tensor"] > 1
         self.region = Region(self.sizes, sequence_parallel)
         placement = place_layers(
-            config.model.num_layers,
+            config.model.stacked_layers,
             self.sizes["pipeline"],
             parallel.virtual_pipeline,
             parallel.pipeline_layout,
@@ -137,7 +137,7 @@ class Program:
                 precision,
                 products=getattr(self.model, "products", None),
                 layouts=self.layouts["layers"],
-                num_layers=config.model.num_layers,
+                num_layers=config.model.stacked_layers,
                 rules=self.rules,
                 region=self.region,
                 gathers_in_layer=parallel.data_sharding == "optim_grads_params",
@@ -508,9 +508,8 @@ class Program:
         new_buffers = buffers
         if self.config.model.num_experts is not None:
             first = self.config.model.num_dense_layers
-            places = {layer: i for i, layer in enumerate(self.order.layers) if layer >= 0}
-            if first:  # the pipeline's order is that of layers of one kind
-                places = {layer: layer - first for layer in places if layer >= first}
+            order = self.order.layers  # of the layers of one kind
+            places = {first + layer: i for i, layer in enumerate(order) if layer >= 0}
             metrics |= load_metrics(
                 report["load"],
                 report["loss"],

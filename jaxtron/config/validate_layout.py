@@ -190,9 +190,15 @@ def _layers_fit_stages(config: Config, axes: Axes) -> Iterator[str]:
         )
     else:
         try:
-            place_layers(config.model.num_layers, stages, chunks, parallel.pipeline_layout)
+            place_layers(config.model.stacked_layers, stages, chunks, parallel.pipeline_layout)
         except ConfigError as error:
-            yield str(error)
+            dense = config.model.num_dense_layers
+            yield str(error) + (
+                f" (the first {dense} layers, dense by model.moe_layer_freq, belong to the "
+                "embedding and do not count here)"
+                if dense
+                else ""
+            )
 
 
 def _schedule_runs_microbatches(config: Config, axes: Axes) -> Iterator[str]:

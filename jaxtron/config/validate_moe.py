@@ -7,6 +7,7 @@ from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.rules import make_rules
 from jaxtron.models.config import ModelConfig
+from jaxtron.precision.fp8_layers import has_layer_exceptions
 
 
 def _keys_have_experts(config: Config) -> Iterator[str]:
@@ -138,12 +139,12 @@ def _dense_layers_come_first(config: Config) -> Iterator[str]:
         )
 
 
-def _dense_layers_are_on_one_stage(config: Config, axes: Mapping[str, int]) -> Iterator[str]:
-    if config.model.num_dense_layers and axes["pipeline"] > 1:
+def _dense_layers_are_not_in_fp8(config: Config) -> Iterator[str]:
+    if config.model.num_dense_layers and has_layer_exceptions(config.precision):
         yield (
-            f"model.moe_layer_freq makes the first {config.model.num_dense_layers} layers dense, "
-            "and a pipeline cuts layers of one kind in this version: set parallel.pipeline to 1, "
-            "or model.moe_layer_freq to 1"
+            f"the first {config.model.num_dense_layers} layers are dense by model.moe_layer_freq "
+            "and never in FP8: set precision.first_last_layers_bf16 to false, and give "
+            "precision.fp8_exceptions for all layers ('*/mlp/down')"
         )
 
 
@@ -282,6 +283,7 @@ MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _router_keys_agree,
     _experts_have_no_biases,
     _dense_layers_come_first,
+    _dense_layers_are_not_in_fp8,
     _latent_attention_keys_agree,
     _latent_products_are_in_bf16,
     _fp8_experts_are_there,
@@ -289,5 +291,4 @@ MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
 
 MOE_LAYOUT_CHECKS: tuple[Callable[[Config, Mapping[str, int]], Iterator[str]], ...] = (
     _experts_split,
-    _dense_layers_are_on_one_stage,
 )

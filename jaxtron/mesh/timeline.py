@@ -71,7 +71,9 @@ def make_timeline(config: Config, axes: Mapping[str, int]) -> Timeline:
         schedule=find_schedule(parallel.pipeline_schedule)(
             stages, chunks, batch_layout(config, axes).num_microbatches
         ),
-        placement=place_layers(config.model.num_layers, stages, chunks, parallel.pipeline_layout),
+        placement=place_layers(
+            config.model.stacked_layers, stages, chunks, parallel.pipeline_layout
+        ),
     )
 
 

@@ -189,6 +189,11 @@ class ModelConfig:
         return self.moe_layer_freq.count(0)
 
     @property
+    def stacked_layers(self) -> int:
+        """Layers of one kind, which a pipeline cuts: all but the dense ones that come first."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
     def expert_ffn(self) -> int:
         """Inner width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size

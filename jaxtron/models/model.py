@@ -73,7 +73,8 @@ class Model(Protocol):
         positions: jax.Array,
         inputs: LayerInputs,
     ) -> jax.Array:
-        """Input of layer 0 from the summed word embeddings ``x``; affine in ``x``.
+        """Input of layer 0 from the summed word embeddings ``x``; affine in ``x``, except
+        for a decoder's dense layers before those with experts.
 
         ``positions`` are ``[s]`` or ``[b, s]``.
         """

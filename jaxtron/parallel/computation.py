@@ -22,11 +22,13 @@ class Computation:
             derivative, the microbatch's own among them.
         lookup: ``(copies, side) -> x``, this pipeline stage's share of the word embeddings
             ``[b, s/tensor, h]``.
-        embed: ``(copies, side, x) -> x``, input of the first layer from their sum; affine in ``x``.
+        embed: ``(copies, side, x) -> x``, input of the first layer from their sum.
         layers: ``(layers, side, x, first, earlier) -> output`` of consecutive layers; ``earlier``
             is the sum of these layers' reports over the step's microbatches before, or None.
         head: ``(copies, side, x) -> (piece of the objective, report)`` from the last layer's
             output; reports are summed over microbatches.
+        embeds_affinely: whether ``embed`` is affine in ``x``, so that its derivative is the same
+            everywhere.
         looks_back: whether layers read ``earlier``; None is then the first microbatch's.
     """
 
@@ -35,6 +37,7 @@ class Computation:
     embed: Callable[[Copies, Side, jax.Array], jax.Array]
     layers: Callable[[Any, Side, jax.Array, LayerNumber, Any], LayerOutput]
     head: Callable[[Copies, Side, jax.Array], tuple[jax.Array, Any]]
+    embeds_affinely: bool = True
     looks_back: bool = False
 
     def objective(

@@ -111,8 +111,18 @@ REFUSED = {
     ),
     "dense_layers_in_a_pipeline": (
         [*EXPERTS, "model.moe_layer_freq=[0, 1, 1, 1]", "parallel.pipeline=2"],
-        ["first 1 layers dense", "parallel.pipeline to 1"],
-        ["parallel.pipeline=1"],
+        ["num_layers 3", "the first 1 layers"],
+        ["parallel.pipeline_layout=Ett|tL"],
+    ),
+    "dense_layers_and_layers_out_of_fp8": (
+        [
+            *EXPERTS,
+            "model.moe_layer_freq=[0, 1, 1, 1]",
+            "precision.fp8=current",
+            "precision.first_last_layers_bf16=true",
+        ],
+        ["first 1 layers are dense", "first_last_layers_bf16 to false"],
+        ["precision.first_last_layers_bf16=false"],
     ),
     "latent_keys_without_latent_attention": (
         ["model.kv_lora_rank=64"],

@@ -48,9 +48,9 @@ DEFAULT: dict[str, dict[str, Any]] = {
         "parallel": {"expert": 2, "pipeline": 2},
         "model": BIAS | ALLGATHER | AHEAD | DROPOUT,
     },
-    "expert4-pipeline2-global": {
+    "dense-first-expert4-pipeline2-global": {
         "parallel": {"expert": 4, "pipeline": 2},
-        "model": {"moe_router_load_balancing_type": "global_aux_loss"},
+        "model": LATENT | {"moe_router_load_balancing_type": "global_aux_loss"},
     },
     "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY | AHEAD},
     "latent-expert2-fsdp2-tensor2-zero3": {

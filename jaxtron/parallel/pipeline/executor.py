@@ -212,7 +212,8 @@ class _Step:
         leaves = phase.backward and phase.share("left") > 0
         received: Any = self._send(carry.g, -1) if phase.backward else None
         at_embedding: Any = jnp.where(own["last_begins"], carry.g, 0) if leaves else None
-        words = self._words(phase, at_embedding, own)
+        left = self._word_that_left(own["left"]) if leaves else None
+        words = self._words(phase, at_embedding, left, own)
         last_g: Any = None
         if phase.forward:
             y, carry = self._forward(carry, own)
@@ -220,18 +221,24 @@ class _Step:
             x = jnp.where(own["next_begins"], embedded, self._send(y, +1))
             carry, last_g = self._head(phase, y, carry._replace(x=x), own)
         if leaves:
-            carry = self._embedding_gradient(phase, at_embedding, words[0], carry, own)
+            carry = self._embedding_gradient(phase, at_embedding, left, words[0], carry, own)
         if phase.backward:
             carry = self._backward(received, last_g, carry, own)
         return carry, None
 
-    def _words(self, phase: Phase, at_embedding: Any, own: dict[str, jax.Array]) -> Any:
+    def _word_that_left(self, microbatch: jax.Array) -> jax.Array:
+        """Where the embedding of a microbatch is differentiated: its words, summed over stages."""
+        if self.computation.embeds_affinely:
+            return self.zero_word
+        return lax.psum(self.computation.lookup(self.rest, self._side(microbatch)), AXIS)
+
+    def _words(self, phase: Phase, at_embedding: Any, left: Any, own: dict[str, jax.Array]) -> Any:
         """Summed over the stages: gradient of the words that left, words of those that enter."""
 
         def total() -> Any:
             words = []
             if at_embedding is not None:
-                words.append(self._word_gradient(at_embedding, own["left"]))
+                words.append(self._word_gradient(at_embedding, own["left"], left))
             if phase.forward:
                 words.append(self.computation.lookup(self.rest, self._side(own["enters"])))
             return lax.psum(words, AXIS)
@@ -240,10 +247,12 @@ class _Step:
         needed = (own["left"] >= 0) | (own["enters"] >= 0)
         return _often(phase.share("left", "enters"), needed, total, none)
 
-    def _word_gradient(self, at_embedding: jax.Array, microbatch: jax.Array) -> jax.Array:
+    def _word_gradient(
+        self, at_embedding: jax.Array, microbatch: jax.Array, word: jax.Array
+    ) -> jax.Array:
         """Gradient of the summed words of a microbatch, on the first stage."""
         side = self._side(microbatch)
-        _, of_word = jax.vjp(lambda x: self.computation.embed(self.rest, side, x), self.zero_word)
+        _, of_word = jax.vjp(lambda x: self.computation.embed(self.rest, side, x), word)
         (word_g,) = of_word(at_embedding)
         return word_g
 
@@ -251,25 +260,31 @@ class _Step:
         self,
         phase: Phase,
         at_embedding: jax.Array,
+        left: Any,
         word_g: jax.Array,
         carry: _Carry,
         own: dict[str, jax.Array],
     ) -> _Carry:
         """Add the embedding's gradients of the microbatch that left in the tick before."""
         add = functools.partial(
-            self._add_embedding_gradient, at_embedding, word_g, own["left"], carry.rest
+            self._add_embedding_gradient, at_embedding, left, word_g, own["left"], carry.rest
         )
         # without one, they are zeros
         return carry._replace(rest=_often(phase.share("left"), own["left"] >= 0, add, carry.rest))
 
     def _add_embedding_gradient(
-        self, at_embedding: jax.Array, word_g: jax.Array, microbatch: jax.Array, total: Any
+        self,
+        at_embedding: jax.Array,
+        word: jax.Array,
+        word_g: jax.Array,
+        microbatch: jax.Array,
+        total: Any,
     ) -> Any:
         side = self._side(microbatch)
 
         def both(rest: Any) -> Any:
             embed, lookup = self.computation.embed, self.computation.lookup
-            return embed(rest, side, self.zero_word), lookup(rest, side)
+            return embed(rest, side, word), lookup(rest, side)
 
         (g_rest,) = jax.vjp(both, self.rest)[1]((at_embedding, word_g))
         return self._accumulate(total, g_rest, self.rest_layouts)
@@ -281,8 +296,9 @@ class _Step:
         }
         at_embedding = jnp.where(self.stage == 0, carry.g, 0)
         number = jnp.int32(microbatch)
-        word_g = lax.psum(self._word_gradient(at_embedding, number), AXIS)
-        rest = self._add_embedding_gradient(at_embedding, word_g, number, carry.rest)
+        left = self._word_that_left(number)
+        word_g = lax.psum(self._word_gradient(at_embedding, number, left), AXIS)
+        rest = self._add_embedding_gradient(at_embedding, left, word_g, number, carry.rest)
         return carry._replace(rest=rest)
 
     def _send(self, x: jax.Array, step: int) -> jax.Array:
