@@ -16,7 +16,7 @@ from jaxtron.layers.cross_entropy import CrossEntropy
 from jaxtron.layers.inputs import LayerInputs, LayerNumber, MoEInputs, Randomness
 from jaxtron.layers.moe.step import live_tokens
 from jaxtron.layers.outputs import LayerOutput
-from jaxtron.layers.remat import Remat
+from jaxtron.layers.remat import Remat, remat_layer
 from jaxtron.mesh.rules import LogicalRules
 from jaxtron.models.ahead import PredictsAhead, ahead_objective
 from jaxtron.models.model import Model
@@ -92,8 +92,21 @@ class Objective:
         def lookup(copies: Any, side: Any) -> jax.Array:
             return model.lookup(copies, fetch, side["tokens"], self.inputs(side, step))
 
+        affine = not config.model.num_dense_layers
+
         def embed(copies: Any, side: Any, x: jax.Array) -> jax.Array:
-            return model.embed(copies, fetch, x, side["position_ids"], self.inputs(side, step))
+            inputs = self.inputs(side, step)
+
+            def embedded(parts: Any, x: jax.Array) -> jax.Array:
+                return model.embed(parts, fetch, x, side["position_ids"], inputs)
+
+            parts = {part: weights for part, weights in copies.items() if part != "layers"}
+            # on a pipeline the gradient begins with the words anyway
+            if not affine and self.region.sizes["pipeline"] == 1:
+                embedded = remat_layer(
+                    embedded, remat.recompute, drop_gathered=remat.drop_gathered, apart=False
+                )
+            return embedded(parts, x)
 
         def layers(
             weights: Any, side: Any, x: jax.Array, first: LayerNumber, earlier: Any
@@ -131,7 +144,6 @@ class Objective:
             return objective + added, (plain, reports)
 
         looks_back = config.model.moe_router_load_balancing_type == "global_aux_loss"
-        affine = not config.model.num_dense_layers
         return Computation(side, lookup, embed, layers, loss, affine, looks_back)
 
     def inputs(self, side: Any, step: jax.Array | None) -> LayerInputs:

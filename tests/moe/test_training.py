@@ -14,8 +14,9 @@ from jaxtron.errors import ConfigError
 from jaxtron.layers.moe.step import load_metrics
 from jaxtron.program import Program
 from jaxtron.resume import with_fresh_optimizer
-from tests.moe.arms import BIAS, T_MOE
+from tests.moe.arms import BIAS, LATENT, T_MOE
 from tests.parity.harness import assert_close_leaves, make_batch, make_config, rows_of
+from tests.program.jaxprs import equations
 
 
 def program_of(
@@ -70,6 +71,17 @@ def test_the_bias_balances_the_load() -> None:
         state, metrics = program.train_step(state, batch)
         excess.append(float(metrics["moe_load_max"]) - 1)
     assert np.mean(excess[-5:]) < excess[0] / 2, excess
+
+
+def test_dense_first_layers_are_recomputed_like_the_others() -> None:
+    """They are computed with the embedding; recomputation of a layer is one operation."""
+    train = {"recompute": "full", "layer_loop": "unroll"}
+    program = program_of(LATENT, train=train)
+    params = program.abstract_state()["params"]
+    batch = rows_of(program, make_batch(program.config))
+    jaxpr = jax.make_jaxpr(program.loss_and_gradients)(params, batch).jaxpr
+    recomputed = [e for e in equations(jaxpr) if e.primitive.name in ("checkpoint", "remat2")]
+    assert len(recomputed) == LATENT["num_layers"]
 
 
 def test_per_layer_loads_are_logged_on_request() -> None:
