@@ -43,7 +43,7 @@ def test_products_equal_numpy_and_are_fp8_in_the_program(backward: str, backend:
             pytest.skip(str(missing))
     x, w, g = bf16(M, K, seed=0), bf16(K, N, seed=1), bf16(M, N, seed=2) * 2.0**-20
     fmt = E5M2 if backward == "e5m2" else E4M3
-    site = Fp8Site("test", 1, Fp8Recipe(E4M3, fmt, backend, on_gpu=True), (), ())
+    site = Fp8Site("test", 1, False, Fp8Recipe(E4M3, fmt, backend, on_gpu=True), (), ())
 
     def products(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
         scale = scale_of(amax(w), E4M3)

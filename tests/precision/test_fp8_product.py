@@ -25,7 +25,7 @@ def fp8_weights(
     arrays: list[np.ndarray], fmt: str = "hybrid", inputs: int = 1, transposed: bool = True
 ) -> list[Fp8Weight]:
     recipe = Fp8Recipe(forward=E4M3, backward=FORMATS[fmt][0], backend="xla", on_gpu=False)
-    site = Fp8Site("test", inputs, recipe, (), ())
+    site = Fp8Site("test", inputs, False, recipe, (), ())
     scale = scale_of(jnp.max(jnp.stack([amax(jnp.asarray(a)) for a in arrays])), E4M3)
 
     def weight(a: np.ndarray) -> Fp8Weight:
