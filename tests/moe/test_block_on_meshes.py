@@ -99,14 +99,13 @@ def check(layout: str, dispatcher: str, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("layout", "dispatcher", "capacity", "balance"),
     [
-        ("expert2", "alltoall", "dropless", "seq_aux_loss"),
         ("expert8", "allgather", "probs", "aux_loss"),
         ("expert8", "ragged", "dropless", "seq_aux_loss"),
         ("data2-fsdp2-expert2", "ragged", "position", "aux_loss"),
         ("tensor2-expert4", "alltoall", "probs", "seq_aux_loss"),
         ("tensor2-expert2-nosp", "allgather", "dropless", "bias"),
         ("context2-expert2", "alltoall", "probs", "seq_aux_loss"),
-        ("experts-over-expert-tensor", "alltoall", "position", "seq_aux_loss"),
+        ("experts-over-expert-tensor", "alltoall", "dropless", "seq_aux_loss"),
         ("experts-over-expert-context", "allgather", "dropless", "sinkhorn"),
     ],
 )
