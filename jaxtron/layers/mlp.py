@@ -1,27 +1,16 @@
 """The feed-forward block."""
 
-from collections.abc import Callable
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtron.layers.activation import activate
 from jaxtron.layers.inputs import LayerInputs
 from jaxtron.layers.linear import linear
 from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.models.config import ModelConfig
 from jaxtron.precision.fp8_mlp import fp8_gated_mlp
 from jaxtron.precision.fp8_weight import Fp8Weight
-
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
-}
 
 
 class MLP(nnx.Module):
@@ -59,17 +48,15 @@ class MLP(nnx.Module):
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
         x = inputs.region.gather_sequence(x)
         up, down = self.up.get_value(), self.down.get_value()
-        act = ACTIVATIONS[self.config.activation]
         plain = self.config.gated and not self.config.add_bias_linear
         if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
-            y = fp8_gated_mlp(x, up, down, act, "mlp_up")
+            y = fp8_gated_mlp(x, up, down, self.config.activation, "mlp_up")
         else:
             (u,) = linear(x, [up])
             if self.config.add_bias_linear:
                 u = u + self.up_bias[...].astype(u.dtype)
             u = checkpoint_name(u, "mlp_up")
-            u = act(u[:, :, 0]) * u[:, :, 1] if self.config.gated else act(u[:, :, 0])
-            u = checkpoint_name(u, "mlp_act")
+            u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
             (y,) = linear(u, [down])
         y = inputs.region.reduce_sequence(y, partial=down.shape[0] < self.ffn_hidden_size)
         if self.config.add_bias_linear:

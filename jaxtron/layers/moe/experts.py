@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmul
-from jaxtron.layers.mlp import ACTIVATIONS
+from jaxtron.layers.activation import activate
 from jaxtron.layers.parameter import Product, normal
 from jaxtron.models.config import ModelConfig
 from jaxtron.precision.fp8_experts import fp8_experts
@@ -72,9 +72,7 @@ class Experts(nnx.Module):
         up = self.up.get_value()
         u = _multiply(rows, up, sizes, grouped_matmul)
         u = checkpoint_name(u, "mlp_up").reshape(rows.shape[0], *up.shape[2:])
-        act = ACTIVATIONS[self.config.activation]
-        u = act(u[:, 0]) * u[:, 1] if self.config.gated else act(u[:, 0])
-        u = checkpoint_name(u, "mlp_act")
+        u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
         return _multiply(u, self.down.get_value(), sizes, grouped_matmul)
 
 
