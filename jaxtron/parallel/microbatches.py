@@ -66,6 +66,11 @@ class GradientPlan:
         """Whether weights are gathered where they are used (ZeRO-3)."""
         return self.data_sharding == "optim_grads_params"
 
+    @property
+    def _scatters_at_the_end(self) -> bool:
+        """Whether whole gradients are accumulated over microbatches, and scattered once."""
+        return self.data_sharding in ("no_shard", "optim")
+
     def _listed(self, tree: Params) -> Params:
         """Stacked layers as a list of layers, when the loop is unrolled."""
         if not self.unroll:
@@ -120,7 +125,9 @@ class GradientPlan:
 
     def after_microbatch(self, g: Any, layouts: Any) -> Any:
         """What is done to one microbatch's gradients of copies before they are accumulated."""
-        return g if self.data_sharding in ("no_shard", "optim") else self.scatter(g, layouts)
+        if not self._scatters_at_the_end:
+            return self.scatter(g, layouts)
+        return map_gradients(lambda a, lay: lay.as_matrix(a), g, layouts)
 
     def measured(self, grads: Params, scales: Scales | None) -> Scales:
         """Largest magnitudes of FP8 inputs and gradients, if ``scales`` were given."""
@@ -131,7 +138,13 @@ class GradientPlan:
     def finish(self, grads: Params) -> Params:
         """Accumulated gradients as stored shards, summed over all devices, layers stacked."""
         layouts = self.listed_layouts(len(grads["layers"]))
-        if self.data_sharding in ("no_shard", "optim"):
+        if self._scatters_at_the_end:
+            sizes = self.region.sizes
+            grads = map_gradients(
+                lambda a, lay: a if lay.stacked else a.reshape(lay.copy_shape(sizes)),
+                grads,
+                layouts,
+            )
             grads = self.scatter(grads, layouts)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), weight_gradients(grads))
         grads = _map(

@@ -1,5 +1,6 @@
 """How each parameter lies on the mesh: stored shards, and the copy that layers compute with."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,6 +58,25 @@ class ParamLayout:
         used = {a for axes in self.model_axes for a in axes}
         used |= {*self.zero_axes, *self.stack_axes}
         return tuple(a for a in AXES if a not in used)
+
+    def copy_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the copy that a device computes with, on a mesh of ``sizes``."""
+        return tuple(
+            size // math.prod(sizes[axis] for axis in axes)
+            for size, axes in zip(self.shape, self.model_axes, strict=True)
+        )
+
+    def as_matrix(self, copy: jax.Array) -> jax.Array:
+        """The copy, or its gradient, as the matrix ``[in, out]`` that it is in a product.
+
+        XLA adds a product to an array within the GEMM only where no reshape is between them. What
+        is stacked, or no single matrix, stays as it is.
+        """
+        if copy.ndim < 3 or self.stacked or "experts" in self.logical:
+            return copy
+        if self.logical[-1] == "embed":
+            return copy.reshape(-1, copy.shape[-1])
+        return copy.reshape(copy.shape[0], -1)
 
     def unstacked(self) -> "ParamLayout":
         """Layout of one layer's slice of a stacked leaf."""

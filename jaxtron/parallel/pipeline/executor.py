@@ -43,7 +43,14 @@ from jaxtron.parallel.pipeline.table import (
     tick_table,
 )
 from jaxtron.precision.fp8_delayed import Scales
-from jaxtron.precision.fp8_weight import accumulate, trainable, with_trainable, zero_gradients
+from jaxtron.precision.fp8_weight import (
+    Fp8Gradient,
+    accumulate,
+    is_fp8_gradient,
+    trainable,
+    with_trainable,
+    zero_gradients,
+)
 
 AXIS = "pipeline"
 
@@ -406,6 +413,9 @@ class _Step:
             last_g = lax.dynamic_index_in_dim(carry.head_g, own["b_slot"], 0, keepdims=False)
         if last_g is not None:
             g = jnp.where(own["b_ends"], last_g, received)
+        # without a unit, gradients of zeros: what a GEMM adds to the sum is then zeros too
+        g = jnp.where(own["b_works"], g, 0)
+        works = own["b_works"].astype(jnp.float32)
         side = self._side(own["b_microbatch"])
 
         def run(k: int) -> Any:
@@ -415,10 +425,11 @@ class _Step:
             stretch = self.stretches[k]
             known = jax.tree.leaves((self.weights[k], side))
             kept = read(carry.ring, stretch, own["b_slot"])
-            g_weights, g_x = stretch.backward((g, jnp.float32(1)), known, kept)
+            g_weights, g_x = stretch.backward((g, works), known, kept)
             old = self._cut(carry.layers, start, count)
             layouts = self._cut_layouts(start, count)
-            new = self._accumulate(old, _where(own["b_works"], g_weights), layouts)
+            measured = _where_measured(own["b_works"], g_weights)
+            new = self._accumulate(old, measured, layouts)
             return g_x, _put(carry.layers, new, start, count)
 
         g_x, layers = self._choose(own["b_stretch"], run)
@@ -445,6 +456,15 @@ def _often(share: float, needed: jax.Array, run: Callable[[], Any], otherwise: A
 def _where(works: jax.Array, tree: Any) -> Any:
     """``tree``, or zeros where the stage has no unit in this tick."""
     return jax.tree.map(lambda a: jnp.where(works, a, jnp.zeros_like(a)), tree)
+
+
+def _where_measured(works: jax.Array, grads: Any) -> Any:
+    """Gradients with what FP8 products measured set to 0 where the stage has no unit."""
+    return jax.tree.map(
+        lambda g: Fp8Gradient(g.weight, _where(works, g.amax)) if is_fp8_gradient(g) else g,
+        grads,
+        is_leaf=is_fp8_gradient,
+    )
 
 
 def _put(layers: Any, new: Any, start: int, count: int) -> Any:

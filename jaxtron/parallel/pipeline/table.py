@@ -85,7 +85,8 @@ def tick_table(schedule: Schedule, programs: Programs) -> Table:
     Returns:
         ``[ticks, stages]`` arrays, for ``f`` (forward) and ``b`` (backward): ``*_works`` (the stage
         has a unit), ``*_stretch`` (number of the stretch), ``*_microbatch``, ``*_first`` (number of
-        the first layer), ``*_slot`` (of the residual buffer; without a unit, one that is free),
+        the first layer), ``*_slot`` (of the residual buffer; a forward without a unit has one that
+        is free, a backward without one those of the last forward, whose residuals it can read),
         ``*_begins`` (the unit is the model's first virtual stage) and ``*_ends`` (the last);
         ``next_begins``, ``f_begins`` of the next tick, and ``last_begins``, ``b_begins`` of the
         tick before.
@@ -98,11 +99,12 @@ def tick_table(schedule: Schedule, programs: Programs) -> Table:
     table: Table = {
         f"{half}_{name}": np.zeros((count, stages), np.bool_ if name in _FLAGS else np.int32)
         for half in "fb"
-        for name in ("stretch", "microbatch", "first", "slot", *_FLAGS)
+        for name in (*_RESIDUALS, *_FLAGS)
     }
     table.update({name: np.full(count, -1, np.int32) for name in ("enters", "head", "left")})
     for stage in range(stages):
         held = set[int]()
+        forwarded: dict[str, int] = {}
         for t, row in enumerate(schedule.ticks):
             cell = row[stage]
             free = next(slot for slot in itertools.count() if slot not in held)
@@ -124,6 +126,11 @@ def tick_table(schedule: Schedule, programs: Programs) -> Table:
                 }
                 for name, value in values.items():
                     table[f"{half}_{name}"][t, stage] = value
+            if any(other.forward is not None for other in row):
+                forwarded = {name: int(table[f"f_{name}"][t, stage]) for name in _RESIDUALS}
+            if cell.backward is None:
+                for name, value in forwarded.items():
+                    table[f"b_{name}"][t, stage] = value
             if cell.slot_written is not None:
                 held.add(cell.slot_written)
             if cell.slot_read is not None:
@@ -150,6 +157,7 @@ def head_gradients_wait(schedule: Schedule) -> bool:
     )
 
 
+_RESIDUALS: Sequence[str] = ("stretch", "microbatch", "first", "slot")
 _FLAGS: Sequence[str] = ("works", "begins", "ends")
 
 
