@@ -48,12 +48,12 @@ def _gated_fwd(activation: str, u: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _gated_bwd(activation: str, u: jax.Array, g: jax.Array) -> tuple[Any]:
     # The derivative of two slices would be the sum of two padded halves, which XLA computes whole
     # for each element; side by side they are one pass.
-    u = lax.optimization_barrier(u)  # or XLA keeps the forward pass's fp32 values for this one
     gate, up = (u[..., part, :].astype(jnp.float32) for part in (0, 1))
     g = g.astype(jnp.float32)
     act, of_act = jax.vjp(ACTIVATIONS[activation], gate)
     (d_gate,) = of_act(g * up)
-    return (jnp.stack([d_gate.astype(u.dtype), (g * act).astype(u.dtype)], axis=-2),)
+    halves = [d_gate.astype(u.dtype), (g * act).astype(u.dtype)]
+    return (jnp.concatenate(halves, axis=-1).reshape(u.shape),)
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
