@@ -9,7 +9,6 @@ A weight may come in FP8 (``precision.fp8``); the layers do not notice.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -32,7 +31,7 @@ def linear(
     inputs: int = 1,
     own: Sequence[Own | None] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """``x @ w`` for each of ``weights``, in one matrix product.
+    """``x @ w`` for each of ``weights``.
 
     Args:
         x: ``[..., *in]``.
@@ -48,10 +47,10 @@ def linear(
     if fp8:
         return fp8_linear(x, fp8, inputs=inputs, own=parts)
     arrays = [w for w in weights if not isinstance(w, Fp8Weight)]
-    if len(arrays) == 1 and parts == (None,):
-        # The derivative keeps x and the weight as it is.
-        return (_contract_inputs(x, arrays[0], inputs),)
-    return _joined_product(inputs, parts, x, tuple(arrays))
+    return tuple(
+        _contract_inputs(x, w, inputs) if o is None else _own_product(inputs, o, x, w)
+        for w, o in zip(arrays, parts, strict=True)
+    )
 
 
 def _contract_inputs(x: jax.Array, weight: jax.Array, inputs: int) -> jax.Array:
@@ -60,56 +59,26 @@ def _contract_inputs(x: jax.Array, weight: jax.Array, inputs: int) -> jax.Array:
     return lax.dot_general(x, weight, (dims, ((), ())))
 
 
-def _own(weight: jax.Array, own: Own | None, inputs: int) -> jax.Array:
-    return weight if own is None else own[0](weight, inputs + own[1])
-
-
-def _join(inputs: int, own: Sequence[Own | None], weights: Sequence[jax.Array]) -> jax.Array:
-    """The weights side by side, ``[*in, sum of the sizes of out_i]``."""
-    parts = [_own(w, o, inputs) for w, o in zip(weights, own, strict=True)]
-    return jnp.concatenate([p.reshape(*p.shape[:inputs], -1) for p in parts], axis=inputs)
-
-
-def _split(
-    inputs: int, own: Sequence[Own | None], y: jax.Array, weights: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """Undo :func:`_join` in the last dimension of ``y``: ``[..., *out_i]`` per weight."""
-    shapes = [
-        jax.eval_shape(functools.partial(_own, own=o, inputs=inputs), w).shape[inputs:]
-        for w, o in zip(weights, own, strict=True)
-    ]
-    pieces = lax.split(y, [math.prod(s) for s in shapes], axis=y.ndim - 1)
-    return tuple(p.reshape(*y.shape[:-1], *s) for p, s in zip(pieces, shapes, strict=True))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _joined_product(
-    inputs: int, own: tuple[Own | None, ...], x: jax.Array, weights: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    y = _contract_inputs(x, _join(inputs, own, weights), inputs)
-    return _split(inputs, own, y, weights)
+def _own_product(inputs: int, own: Own, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """``x`` times this device's part of ``weight``; the backward pass keeps the whole."""
+    return _contract_inputs(x, own[0](weight, inputs + own[1]), inputs)
 
 
-def _joined_product_fwd(
-    inputs: int, own: tuple[Own | None, ...], x: jax.Array, weights: tuple[jax.Array, ...]
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, tuple[jax.Array, ...]]]:
-    return _joined_product(inputs, own, x, weights), (x, weights)
+def _own_product_fwd(
+    inputs: int, own: Own, x: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _own_product(inputs, own, x, weight), (x, weight)
 
 
-def _joined_product_bwd(
-    inputs: int,
-    own: tuple[Own | None, ...],
-    residuals: tuple[jax.Array, tuple[jax.Array, ...]],
-    cotangents: tuple[jax.Array, ...],
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    x, weights = residuals
-    batch = x.ndim - inputs
-    g = jnp.concatenate([c.reshape(*x.shape[:batch], -1) for c in cotangents], axis=batch)
-    joined, to_weights = jax.vjp(lambda ws: _join(inputs, own, ws), weights)
-    dx = lax.dot_general(g, joined, (((batch,), (inputs,)), ((), ())))
-    rows = tuple(range(batch))
-    (dweights,) = to_weights(lax.dot_general(x, g, ((rows, rows), ((), ()))))
-    return dx, dweights
+def _own_product_bwd(
+    inputs: int, own: Own, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # both are linear: the forward product is not run again
+    _, vjp = jax.vjp(
+        lambda x, w: _contract_inputs(x, own[0](w, inputs + own[1]), inputs), *residuals
+    )
+    return vjp(g)
 
 
-_joined_product.defvjp(_joined_product_fwd, _joined_product_bwd)
+_own_product.defvjp(_own_product_fwd, _own_product_bwd)
