@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxtron.precision.fp8_product import fp8_linear
