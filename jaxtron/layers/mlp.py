@@ -13,7 +13,6 @@ from jaxtron.precision.fp8_mlp import fp8_gated_mlp
 from jaxtron.precision.fp8_weight import Fp8Weight
 
 
-
 class MLP(nnx.Module):
     """``down(act(up x))``, or ``down(act(gate x) * up x)`` for gated activations.
 

@@ -10,10 +10,10 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtron.precision.fp8_product import Activation, Shape, backward, forward, operand
+from jaxtron.layers.activation import gated, gated_gradients
+from jaxtron.precision.fp8_product import Shape, backward, forward, operand
 from jaxtron.precision.fp8_weight import Fp8Weight
 
 _SHAPE = Shape(1, (None,))
@@ -21,7 +21,7 @@ Weights = tuple[Fp8Weight, Fp8Weight]
 
 
 def fp8_gated_mlp(
-    x: jax.Array, up: Fp8Weight, down: Fp8Weight, activation: Activation, name: str
+    x: jax.Array, up: Fp8Weight, down: Fp8Weight, activation: str, name: str
 ) -> jax.Array:
     """``(activation(x gate) * x up) down``; the activation in fp32, rounded once.
 
@@ -29,29 +29,13 @@ def fp8_gated_mlp(
         x: ``[b, s, h]``.
         up: ``[h, 2, f]``, gate and up.
         down: ``[f, h]``.
-        activation: of the gate.
+        activation: of the gate, a name as ``model.activation``.
         name: for ``jax.checkpoint``, of the up projection's output.
     """
     gradients = (up.gradient, down.gradient)
     constants = tuple(dataclasses.replace(w, gradient=None) for w in (up, down))
     y = _mlp((activation, name), x.reshape(-1, x.shape[-1]), constants, gradients)
     return y.reshape(x.shape[:-1] + y.shape[-1:])
-
-
-def _gated(activation: Activation, u: jax.Array) -> tuple[jax.Array]:
-    """``[m, 2, f] -> [m, f]``."""
-    gate, up = (u[:, part].astype(jnp.float32) for part in (0, 1))
-    return ((activation(gate) * up).astype(u.dtype),)
-
-
-def _gated_gradient(
-    activation: Activation, u: jax.Array, g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Gradients of gate and up ``[m, f]`` for that of the result."""
-    gate, up = (u[:, part].astype(jnp.float32) for part in (0, 1))
-    act, of_act = jax.vjp(activation, gate)
-    g = g.astype(jnp.float32)
-    return of_act(g * up)[0].astype(u.dtype), (g * act).astype(u.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -64,7 +48,7 @@ def _mlp_fwd(how: Any, x: jax.Array, weights: Weights, gradients: Any) -> tuple[
     qx = operand(up, x, gradient=False)
     (u,) = forward(_SHAPE, qx, [up], x.dtype)
     u = checkpoint_name(u, name)
-    qa = operand(down, u, gradient=False, compute=functools.partial(_gated, activation))
+    qa = operand(down, u, gradient=False, compute=lambda u: (gated(u, activation),))
     (y,) = forward(_SHAPE, qa, [down], x.dtype)
     return y, (qx.kept(), u, qa.kept(), weights)
 
@@ -74,7 +58,7 @@ def _mlp_bwd(how: Any, residuals: Any, g: jax.Array) -> Any:
     qx, u, qa, (up, down) = residuals
     qg = operand(down, g, gradient=True)
     da, (d_down,) = backward(_SHAPE, qa, qg, [down], g.dtype)
-    compute = functools.partial(_gated_gradient, activation)
+    compute = functools.partial(gated_gradients, activation=activation)
     qu = operand(up, u, da, gradient=True, compute=compute)
     dx, (d_up,) = backward(_SHAPE, qx, qu, [up], g.dtype)
     return dx, None, (d_up, d_down)

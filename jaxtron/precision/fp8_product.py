@@ -24,7 +24,6 @@ from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Weight
 from jaxtron.precision.quantise import amax, quantise, scale_of, values_of
 
 Own = tuple[Callable[[jax.Array, int], jax.Array], int]
-Activation = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)

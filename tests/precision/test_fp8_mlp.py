@@ -64,7 +64,7 @@ def test_output_and_derivatives_equal_numpy(given: dict[str, np.ndarray]) -> Non
 
     def apply(x: jax.Array, gradients: list[Fp8Gradient]) -> jax.Array:
         pair = [dataclasses.replace(w, gradient=d) for w, d in zip(weights, gradients, strict=True)]
-        return fp8_gated_mlp(x, *pair, jax.nn.silu, "mlp_up")
+        return fp8_gated_mlp(x, *pair, "swiglu", "mlp_up")
 
     y, vjp = jax.vjp(apply, jnp.asarray(x), [w.gradient for w in weights])
     dx, gradients = vjp(jnp.asarray(g))
