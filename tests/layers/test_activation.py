@@ -37,7 +37,7 @@ def derivative(name: str, x: np.ndarray) -> np.ndarray:
     return (REFERENCE[name](x + step) - REFERENCE[name](x - step)) / (2 * step)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 2e-6), (jnp.bfloat16, 2**-8)])
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 1e-5), (jnp.bfloat16, 2**-8)])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_value_and_derivative_are_those_of_the_formula_rounded_once(
@@ -56,4 +56,4 @@ def test_value_and_derivative_are_those_of_the_formula_rounded_once(
     d_gate = g64 * up * derivative(name, gate)
     halves = [d_gate] if parts == 1 else [d_gate, g64 * REFERENCE[name](gate)]
     for seen, wanted in ((y, expected), (du, np.stack(halves, axis=-2))):
-        np.testing.assert_allclose(np.asarray(seen, np.float64), wanted, rtol=tolerance, atol=1e-5)
+        np.testing.assert_allclose(np.asarray(seen, np.float64), wanted, rtol=tolerance, atol=5e-5)
