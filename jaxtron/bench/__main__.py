@@ -15,6 +15,7 @@ from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
 from jaxtron.launch.initialize import launch, shutdown
+from jaxtron.observe.plots import rates_plot
 
 EXAMPLE = """examples:
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --steps 5 --json out.json \\
@@ -74,7 +75,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     matrix.add_argument("file", type=Path, metavar="FILE", help="YAML, see above")
     matrix.add_argument(
-        "--output", type=Path, metavar="PREFIX", help="writes PREFIX.jsonl and PREFIX.md"
+        "--output",
+        type=Path,
+        metavar="PREFIX",
+        help="writes PREFIX.jsonl, PREFIX.md and a plot, PREFIX.svg",
     )
     matrix.add_argument("--timeout", type=float, default=600, help="seconds a case may take")
     matrix.add_argument(
@@ -102,8 +106,8 @@ def main(argv: list[str] | None = None) -> int:
 def _matrix(args: argparse.Namespace) -> int:
     cases = read_matrix(args.file)
     prefix = args.output or args.file.with_suffix("")
-    json_file, table_file = Path(f"{prefix}.jsonl"), Path(f"{prefix}.md")
-    for file in (json_file, table_file):
+    json_file, table_file, plot_file = (Path(f"{prefix}.{end}") for end in ("jsonl", "md", "svg"))
+    for file in (json_file, table_file, plot_file):
         if file.exists():
             raise ConfigError(f"{file} exists: move it away, or give another --output")
     outcomes = run_matrix(
@@ -115,7 +119,11 @@ def _matrix(args: argparse.Namespace) -> int:
     )
     text = table(outcomes)
     table_file.write_text(text)
-    print(f"\n{text}\nwritten to {table_file} and {json_file}")
+    written = [table_file, json_file]
+    if rates := {o.name: o.timing["tflops_per_gpu"] for o in outcomes if o.timing is not None}:
+        plot_file.write_text(rates_plot(rates))
+        written.append(plot_file)
+    print(f"\n{text}\nwritten to {', '.join(map(str, written))}")
     return 1 if any(outcome.timing is None for outcome in outcomes) else 0
 
 

@@ -127,6 +127,21 @@ def step_time_plot(series: Series) -> str:
     return _one_curve(series, "step time [s]", "Wall time of a step over steps")
 
 
+def rates_plot(rates: Mapping[str, float]) -> str:
+    """TFLOP/s per GPU by the name of a benchmark, as bars, in SVG."""
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": "rates"}):
+        figure = Figure(figsize=(8.0, 1.0 + 0.34 * len(rates)), layout="constrained")
+        axes = figure.subplots()
+        bars = axes.barh(list(rates), list(rates.values()), color=_BLUE, height=0.7)
+        axes.bar_label(bars, fmt="{:.0f}", padding=4, color="#334155")
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_axisbelow(True)
+        axes.set_xlabel("TFLOP/s per GPU")
+        axes.margins(x=0.08, y=0.02)
+        return _text(figure, "TFLOP/s per GPU")
+
+
 class _Smooth(NamedTuple):
     values: np.ndarray
     window: int
@@ -204,6 +219,10 @@ def _svg(figure: Figure, axes: Axes, description: str) -> str:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.margins(x=0.01)
+    return _text(figure, description)
+
+
+def _text(figure: Figure, description: str) -> str:
     out = io.StringIO()
     figure.savefig(out, format="svg", metadata={"Date": None})
     text = out.getvalue()

@@ -38,6 +38,8 @@ def test_a_case_that_fails_is_named_and_the_others_run(
     [line] = (tmp_path / "matrix.jsonl").read_text().splitlines()
     assert json.loads(line)["name"] == "good"
     rows = (tmp_path / "matrix.md").read_text().splitlines()
+    plot = (tmp_path / "matrix.svg").read_text()
+    assert ">good</text>" in plot and ">wrong</text>" not in plot
     assert rows[2].startswith("| good | 1 device |") and rows[3].startswith("| wrong | failed")
     with pytest.raises(ConfigError, match="matrix.jsonl exists"):
         main(["matrix", str(file)])
