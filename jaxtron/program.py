@@ -101,6 +101,7 @@ class Program:
                 "predict_ahead: give it that method, or set model.mtp_num_layers to null"
             )
         self.batch_layout = batch_layout(config, self.sizes)
+        self.batch_schedule = batch_schedule(config.train)
         self.platform = platform = devices[0].platform
         check_dispatcher(config.model, self.rules.size("experts"), platform)
         loop = config.train.layer_loop
@@ -148,20 +149,18 @@ class Program:
         )
         self.executor: Sequential | Pipelined = Sequential(self.plan)
         if self.sizes["pipeline"] > 1:
-            make_schedule = find_schedule(parallel.pipeline_schedule)
-            schedule = make_schedule(
+            make_schedule = functools.partial(
+                find_schedule(parallel.pipeline_schedule),
                 self.sizes["pipeline"],
                 parallel.virtual_pipeline,
-                self.batch_layout.num_microbatches,
             )
-            self.executor = Pipelined(self.plan, schedule, placement)
+            self.executor = Pipelined(self.plan, make_schedule, placement)
         self._set_rows(
             self.sizes["context"],
             config.data.seq_length,
             self.batch_layout.num_microbatches,
             self.batch_layout.rows_per_microbatch,
         )
-        self.batch_schedule = batch_schedule(config.train)
         plan_length = self.batch_schedule.plan_length(config.train.steps)
         ramp = config.train.rampup_batch_size is not None
         position = self.batch_schedule.full_batches if ramp else None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtron.config.batch import batch_layout
+from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.choices import divisors, either, multiples_near, tensor_sizes
 from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
@@ -207,15 +208,22 @@ def _schedule_runs_microbatches(config: Config, axes: Axes) -> Iterator[str]:
     if chunks < 1 or (stages == 1 and chunks > 1):
         return  # reported with the layers
     try:
-        microbatches = batch_layout(config, axes).num_microbatches
+        batch = batch_layout(config, axes)
     except ConfigError:
         return  # reported with the batch
     try:
         # One stage alone runs any number of microbatches one after the other.
         schedule = find_schedule(parallel.pipeline_schedule)
-        schedule(stages, chunks, microbatches if stages > 1 else 1)
+        schedule(stages, chunks, batch.num_microbatches if stages > 1 else 1)
     except ConfigError as error:
         yield str(error)
+        return
+    for growing in batch_schedule(config.train).stages[:-1] if stages > 1 else ():
+        try:
+            schedule(stages, chunks, growing.size // batch.rows_per_microbatch)
+        except ConfigError as error:
+            yield f"train.rampup_batch_size, at a batch of {growing.size}: {error}"
+            return
 
 
 AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (

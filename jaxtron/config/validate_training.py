@@ -20,15 +20,6 @@ def _fp8_fits(config: Config, axes: Axes) -> Iterator[str]:
     )
 
 
-def _ramp_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
-    if config.train.rampup_batch_size is not None and axes["pipeline"] > 1:
-        yield (
-            f"train.rampup_batch_size is {config.train.rampup_batch_size} but parallel.pipeline is "
-            f"{axes['pipeline']}: a pipeline schedule is made for one number of microbatches; set "
-            "parallel.pipeline to 1, or train.rampup_batch_size to null"
-        )
-
-
 def _offload_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
     if config.optimizer.offload and axes["pipeline"] > 1:
         yield (
@@ -89,7 +80,6 @@ def _optimizer_can_be_built(config: Config, axes: Axes) -> Iterator[str]:
 
 
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
-    _ramp_runs_alone,
     _offload_runs_alone,
     _pipeline_keeps_weights,
     _layers_can_use_rules,

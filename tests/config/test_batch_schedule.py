@@ -1,5 +1,7 @@
 """Growing batches: sizes, positions in the plans, refusals."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -65,11 +67,16 @@ def test_the_learning_rate_counts_samples() -> None:
         ({"rampup_batch_size": [64, 4, 5]}, {}, "does not arrive at train.global_batch_size 32"),
         ({"rampup_batch_size": [2, 2, 5], "num_microbatches": 1}, {}, "give train.micro_batch"),
         ({"rampup_batch_size": [2, 2, 5]}, {"fsdp": 4}, "must be multiples of.*= 4"),
-        ({"rampup_batch_size": [4, 4, 5]}, {"pipeline": 2}, "parallel.pipeline to 1"),
+        (
+            {"rampup_batch_size": [2, 2, 99], "micro_batch_size": 2},
+            {"pipeline": 2, "virtual_pipeline": 2, "pipeline_schedule": "interleaved"},
+            "rampup_batch_size, at a batch of 2: .* a step has 1 microbatches",
+        ),
     ],
 )
 def test_ramps_that_cannot_work_are_refused(train: dict, parallel: dict, message: str) -> None:
-    devices = int(np.prod(list(parallel.values()), initial=1))
+    sizes = [parallel.get(axis, 1) for axis in ("fsdp", "pipeline")]
+    devices = math.prod(sizes)
 
     def check() -> None:
         config = make_config(train={"num_microbatches": None, **train}, parallel=parallel)

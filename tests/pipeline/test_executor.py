@@ -11,8 +11,12 @@ import pytest
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
 from jaxtron.parallel.pipeline.table import programs, tick_table
 from jaxtron.program import Program
+<<<<<<< HEAD
 from tests.parity.harness import make_batch, make_config, rows_of
 from tests.program.jaxprs import equations
+=======
+from tests.parity.harness import initial_state, make_batch, make_config, rows_of
+>>>>>>> 3b9ee23 (Growing batches on a pipeline: a schedule for each size)
 
 MODEL = {"num_layers": 4, "num_query_groups": 2, "max_position_embeddings": 64}
 
@@ -57,7 +61,8 @@ def ring_of(program: Program) -> list[Any]:
         e for e in scans if any(i.primitive.name == "ppermute" for i in equations(inner(e)))
     ]
     executor = program.executor
-    table = tick_table(executor.schedule, programs(executor.placement))
+    schedule = executor.make_schedule(program.batch_layout.num_microbatches)
+    table = tick_table(schedule, programs(executor.placement))
     slots = 1 + table["f_slot"].max()
     results = [v.aval for v in scan.outvars]
     return [a for a in results if a.ndim > 1 and a.shape[0] == slots]
@@ -126,3 +131,27 @@ def test_residuals_come_back_from_their_slot() -> None:
         np.testing.assert_allclose(g_w, x * np.cos(0.7 * x), rtol=1e-6)
         np.testing.assert_allclose(g_x, 0.7 * np.cos(0.7 * x), rtol=1e-6)
     assert all(shape == () for shape, _ in ring.leaves)
+
+
+def test_a_growing_batch_has_a_schedule_for_each_size() -> None:
+    """The losses of one device, at 2, 4 and 6 microbatches."""
+
+    def losses(stages: int) -> list[float]:
+        train = {
+            "num_microbatches": None,
+            "micro_batch_size": 1,
+            "global_batch_size": 6,
+            "rampup_batch_size": [2, 2, 6],
+        }
+        config = make_config(
+            model=MODEL, parallel={"pipeline": stages}, data={"seq_length": 16}, train=train
+        )
+        program = Program(config, jax.devices()[:stages])
+        state, batch, found = initial_state(program), make_batch(config, ragged=False), []
+        for rows in (2, 4, 6):
+            placed = program.place({name: array[:rows] for name, array in batch.items()})
+            state, metrics = program.train_step(state, placed)
+            found.append(float(metrics["loss"]))
+        return found
+
+    np.testing.assert_allclose(losses(2), losses(1), rtol=2e-6)

@@ -84,12 +84,12 @@ class Pipelined:
 
     Attributes:
         plan: gathering of weights and reduction of gradients.
-        schedule: of a training step.
+        make_schedule: number of microbatches to the schedule of a training step.
         placement: layers of every stage and chunk.
     """
 
     plan: GradientPlan
-    schedule: Schedule
+    make_schedule: Callable[[int], Schedule]
     placement: Placement
 
     def value_and_gradients(
@@ -103,7 +103,8 @@ class Pipelined:
 
         Gradients, scales and the layers' reports are those of the stage's own layers.
         """
-        step = _Step(self, self.schedule, computation, params, microbatches, True, scales)
+        schedule = self.make_schedule(jax.tree.leaves(microbatches)[0].shape[0])
+        step = _Step(self, schedule, computation, params, microbatches, True, scales)
         carry = step.run()
         grads = {**carry.rest, "layers": carry.layers}
         reports = carry.head_report, carry.layer_report
@@ -112,7 +113,8 @@ class Pipelined:
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:
         """As :meth:`jaxtron.parallel.microbatches.Sequential.reports`."""
         count = jax.tree.leaves(microbatches)[0].shape[0]
-        schedule = forward_schedule(self.schedule.stages, self.schedule.chunks, count)
+        layers = self.placement.layers
+        schedule = forward_schedule(len(layers), len(layers[0]), count)
         step = _Step(self, schedule, computation, params, microbatches, False, None)
         return step.run().head_report
 
