@@ -22,6 +22,7 @@ from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.config import Config
 from jaxtron.config.validate import validate_for_training
 from jaxtron.errors import ConfigError
+from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
@@ -215,8 +216,10 @@ class Program:
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
         )
-        self.eval_step = jax.jit(self._eval_step, out_shardings=self.replicated)
-        self.next_token_logits = jax.jit(self._next_token_logits, out_shardings=self.replicated)
+        self.eval_step = jax.jit(functools.partial(eval_step, self), out_shardings=self.replicated)
+        self.next_token_logits = jax.jit(
+            functools.partial(next_token_logits, self), out_shardings=self.replicated
+        )
 
     def _set_rows(self, degree: int, length: int, microbatches: int, rows: int) -> None:
         """Decide how rows of ``length`` tokens lie on the devices and which kernel attends."""
@@ -332,7 +335,8 @@ class Program:
 
     # -- the step ------------------------------------------------------------------------------
 
-    def _manual(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+    def manual(self, function: Any, in_specs: Any, out_specs: Any) -> Any:
+        """``function`` over local views: every collective in it is its own."""
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -407,7 +411,7 @@ class Program:
         magnitudes that were met in their place.
         """
         batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
-        function = self._manual(
+        function = self.manual(
             self._loss_and_gradients,
             (self.specs, batch_specs, *[PartitionSpec()] * 3, PartitionSpec("pipeline")),
             (
@@ -541,56 +545,3 @@ class Program:
         if self.delayed is not None:  # a step that updates nothing has measured all the same
             new_state["fp8"] = self.delayed.update(state["fp8"], measured)
         return new_state, metrics
-
-    # -- evaluation and inference --------------------------------------------------------------
-
-    def _eval_step(self, params: Any, batch: Mapping[str, jax.Array]) -> Any:
-        """Sum of the loss over the batch's valid tokens, and their number."""
-
-        def local(params: Any, batch: Mapping[str, jax.Array]) -> Any:
-            mask = batch["loss_mask"]
-            microbatches = {
-                **{name: array for name, array in batch.items() if name != "document_length"},
-                "token_weights": mask,
-                "router_weights": self.objective.live(batch),
-            }
-            loss = self.executor.reports(self.objective.computation(), params, microbatches)
-            return self.region.sum(loss, AXES), self.objective.count(mask)
-
-        batch_specs = jax.tree.map(lambda _: self.placement.sharding.spec, dict(batch))
-        function = self._manual(
-            local, (self.specs, batch_specs), (PartitionSpec(), PartitionSpec())
-        )
-        return function(params, dict(batch))
-
-    def _next_token_logits(self, params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
-        """fp32 logits ``[b, vocab_size]`` of the token after position ``last [b]``.
-
-        ``tokens [b, s]`` are the same on every device, which takes its part of the sequence.
-        """
-
-        def local(params: Any, tokens: jax.Array, last: jax.Array) -> jax.Array:
-            positions = self.context.own_positions(tokens.shape[1])
-
-            def logits(copies: Any, side: Any, x: jax.Array) -> jax.Array:
-                is_last = positions == side["last"][:, None]
-                x = self.region.sum(jnp.where(is_last[..., None], x, 0).sum(axis=1), ("context",))
-                weight = self.model.output_weight(copies, self.plan.fetch)
-                return jnp.einsum("bh,vh->bv", x, weight, preferred_element_type=jnp.float32)
-
-            used = (positions <= last[:, None]).astype(jnp.float32)
-            microbatches = {
-                "tokens": tokens[None][:, :, positions],
-                "last": last[None],
-                "router_weights": used[None],
-            }
-            computation = self.objective.computation(head=logits)
-            return self.executor.reports(computation, params, microbatches)
-
-        vocab = self.rules.axes("vocab") or None
-        function = self._manual(
-            local,
-            (self.specs, PartitionSpec(), PartitionSpec()),
-            PartitionSpec(None, vocab),
-        )
-        return function(params, tokens, last)[:, : self.config.model.vocab_size]
