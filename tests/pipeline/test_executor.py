@@ -11,12 +11,8 @@ import pytest
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
 from jaxtron.parallel.pipeline.table import programs, tick_table
 from jaxtron.program import Program
-<<<<<<< HEAD
-from tests.parity.harness import make_batch, make_config, rows_of
-from tests.program.jaxprs import equations
-=======
 from tests.parity.harness import initial_state, make_batch, make_config, rows_of
->>>>>>> 3b9ee23 (Growing batches on a pipeline: a schedule for each size)
+from tests.program.jaxprs import equations
 
 MODEL = {"num_layers": 4, "num_query_groups": 2, "max_position_embeddings": 64}
 
