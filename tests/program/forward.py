@@ -37,7 +37,7 @@ def _forward(program: Program, params: Any, batch: Mapping[str, Any], step: Any,
     spec = program.placement.sharding.spec
     last = (program.rules.axes("vocab") or None) if head else None
     step_spec = None if step is None else PartitionSpec()
-    function = program._manual(
+    function = program.manual(
         local,
         (program.specs, jax.tree.map(lambda _: spec, placed), step_spec),
         PartitionSpec(*spec, last),
