@@ -150,7 +150,7 @@ def products(p: Program) -> list[set[str]]:
         return 0
 
     shapes = jax.eval_shape(p.init_state)["params"]
-    jax.eval_shape(p._manual(local, (p.specs,), jax.sharding.PartitionSpec()), shapes)
+    jax.eval_shape(p.manual(local, (p.specs,), jax.sharding.PartitionSpec()), shapes)
     return found
 
 
