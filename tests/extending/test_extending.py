@@ -16,7 +16,7 @@ from jaxtron.data.build import build_datasets
 from jaxtron.data.loader import batches
 from jaxtron.errors import ConfigError
 from jaxtron.program import Program
-from tests.parity.harness import assert_close_leaves, make_batch, make_config, rows_of
+from tests.parity.harness import assert_close_leaves, drawn_state, make_batch, make_config, rows_of
 from tests.program.forward import random_params
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
@@ -152,5 +152,5 @@ def test_a_model_from_outside_starts_the_same_on_every_mesh() -> None:
     for parallel, devices in (({}, 1), ({"fsdp": 2, "tensor": 2}, 4)):
         config = make_config(model={"num_layers": 1}, parallel=parallel)
         program = Program(config, jax.devices()[:devices], model=decoder(config.model))
-        states.append(jax.tree.map(np.asarray, program.init_state()))
+        states.append(jax.tree.map(np.asarray, drawn_state(program)))
     jax.tree.map(np.testing.assert_array_equal, *states)

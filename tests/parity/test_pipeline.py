@@ -10,6 +10,7 @@ import pytest
 from jaxtron.parallel.pipeline.stack_order import is_stacked
 from jaxtron.program import Program
 from tests.parity.harness import (
+    drawn_state,
     initial_state,
     make_batch,
     make_config,
@@ -219,9 +220,9 @@ def test_initial_weights_do_not_depend_on_the_stages(
         "model": {"num_layers": 6},
         "train": {"num_microbatches": 8, "global_batch_size": 16},
     }
-    one = Program(make_config(**raw), jax.devices()[:1]).init_state()["params"]
+    one = drawn_state(Program(make_config(**raw), jax.devices()[:1]))["params"]
     program = Program(make_config(parallel=parallel, **raw), jax.devices()[:devices])
-    logical = program.to_logical({"params": program.init_state()["params"]})
+    logical = program.to_logical({"params": drawn_state(program)["params"]})
     again = program.to_logical(program.from_logical(logical))
     for params in (logical["params"], again["params"]):
         jax.tree.map(

@@ -9,7 +9,7 @@ import pytest
 
 from jaxtron.models.decoder import Decoder
 from jaxtron.program import Program
-from tests.parity.harness import assert_replicas_equal, make_config
+from tests.parity.harness import assert_replicas_equal, drawn_state, make_config
 
 SMALL = {"num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 64}
 MESHES: dict[str, dict[str, Any]] = {
@@ -35,31 +35,16 @@ def named(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(v) for p, v in leaves}
 
 
-def initial_state(program: Program) -> Any:
-    """As :meth:`Program.init_state`, with the code generator that runs outside of tests.
-
-    The one that tests have on JAX 0.10 (tests/conftest.py) may round the normal distribution's
-    last bit otherwise in a vector's rest.
-    """
-    old = tuple(int(n) for n in jax.__version__.split(".")[:2]) < (0, 11)
-    init = jax.jit(
-        program._init_state,
-        out_shardings=program.state_shardings,
-        compiler_options={"xla_cpu_use_fusion_emitters": True} if old else None,
-    )
-    return init(program.config.train.seed)
-
-
 @functools.cache
 def one_device() -> Any:
-    state = initial_state(Program(make_config(model=SMALL), jax.devices()[:1]))
+    state = drawn_state(Program(make_config(model=SMALL), jax.devices()[:1]))
     return jax.tree.map(np.asarray, state)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_state_is_bitwise_the_same_on_every_mesh(mesh: str) -> None:
     program = Program(make_config(model=SMALL, parallel=MESHES[mesh]))
-    state = initial_state(program)
+    state = drawn_state(program)
     assert_replicas_equal(state)
     for name, value in named(state).items():
         np.testing.assert_array_equal(value, named(one_device())[name], err_msg=name)
