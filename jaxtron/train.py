@@ -53,9 +53,10 @@ def _train(config: Config) -> int:
     result = Trainer(config).fit()
     eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    logging.getLogger(__name__).info(
-        "stopped at step %d (%s)%s%s", result.step, result.reason, loss, eval_loss
-    )
+    log = logging.getLogger(__name__)
+    if result.skipped:
+        log.warning("%d steps of this launch updated nothing (`skipped`)", result.skipped)
+    log.info("stopped at step %d (%s)%s%s", result.step, result.reason, loss, eval_loss)
     shutdown()
     return 0
 

@@ -47,12 +47,15 @@ class Result:
         loss: of the last step [nats per token]; None when this launch took none.
         eval_loss: of the last evaluation; None without one.
         reason: why it ended: ``finished``, ``exit_interval`` or ``exit_duration_min``.
+        skipped: steps of this launch that updated nothing (no token to train on, a gradient norm
+            over ``optimizer.grad_norm_skip_threshold``, an overflow under fp16).
     """
 
     step: int
     loss: float | None
     eval_loss: float | None
     reason: str
+    skipped: int
 
 
 class Trainer:
@@ -196,7 +199,7 @@ class Trainer:
         trained = self._trained
         profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
         began = time.monotonic()
-        step, loss, eval_loss = start, None, None
+        step, loss, eval_loss, skipped = start, None, None, 0
         reason = "finished"
         source = self._train_batches(step, consumed)
         ahead = self._next(source, step)
@@ -206,12 +209,13 @@ class Trainer:
 
         def flush() -> None:
             """Wait for the dispatched step and log it."""
-            nonlocal pending, loss
+            nonlocal pending, loss, skipped
             if pending is None:
                 return
             done_step, done_samples, rows, metrics = pending
             values = {name: value.item() for name, value in jax.device_get(metrics).items()}
             loss = values["loss"]
+            skipped += int(values["skipped"])
             logger.log_step(
                 {
                     **{name: value for name, value in values.items() if name != "real_tokens"},
@@ -254,7 +258,7 @@ class Trainer:
         if step == start and self.checkpointer.should_save(step, final=True):
             self._save(step, state, consumed)
         self.checkpointer.wait()
-        return Result(step, loss, eval_loss, reason)
+        return Result(step, loss, eval_loss, reason, skipped)
 
     def _next(self, source: Iterator[Any], step: int) -> Any:
         """The batch that follows ``step``, on the devices; None after the last step.

@@ -16,7 +16,7 @@ ALONE = {"num_microbatches": 1}
 
 def test_a_resumed_run_goes_on_with_its_loss_scale_bitwise(tmp_path) -> None:
     whole = make_config(tmp_path / "whole", precision=FP16)
-    make_trainer(whole).fit()
+    result = make_trainer(whole).fit()
     cut = make_config(tmp_path / "cut", precision=FP16, train={**ALONE, "exit_interval": 3})
     make_trainer(cut).fit()
     trainer = make_trainer(cut)
@@ -28,6 +28,7 @@ def test_a_resumed_run_goes_on_with_its_loss_scale_bitwise(tmp_path) -> None:
     assert scales == [line["loss_scale"] for line in steps(tmp_path / "whole")]
     assert len(set(scales)) > 1 and {line["skipped"] for line in lines} == {0, 1}
     assert expected["['updates']"] == sum(1 - line["skipped"] for line in lines)
+    assert result.skipped == sum(line["skipped"] for line in lines)
 
 
 def test_a_run_without_loss_scale_goes_on_in_fp16_from_the_first_scale(tmp_path) -> None:
