@@ -25,6 +25,7 @@ from jaxtron.errors import ConfigError
 from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
+from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
 from jaxtron.layers.moe.layer import check_dispatcher
 from jaxtron.layers.moe.step import load_metrics, updated_buffers
@@ -105,10 +106,9 @@ class Program:
         self.batch_schedule = batch_schedule(config.train)
         self.platform = platform = devices[0].platform
         check_dispatcher(config.model, self.rules.size("experts"), platform)
-        loop = config.train.layer_loop
         parallel, precision = config.parallel, config.precision
         differ = has_layer_exceptions(precision)
-        unroll = loop == "unroll" or (loop == "auto" and (platform != "cpu" or differ))
+        unroll = unrolls(config.train, platform, layers_differ=differ)
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
             sequence_parallel = self.sizes["tensor"] > 1

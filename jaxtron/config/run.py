@@ -34,7 +34,8 @@ class TrainConfig:
     seed: int = key(1234, "Seed of initial weights, data order and dropout.", ge=0)
     layer_loop: Literal["auto", "scan", "unroll"] = key(
         "auto",
-        "Loop over layers: scan compiles fast, unroll runs faster on GPUs (auto: by device).",
+        "Loop over layers: scan compiles fast, unroll runs faster on GPUs (auto: unroll on GPUs, "
+        "unless `recompute` offloads, which needs a scan there).",
     )
     recompute: Recompute = key(
         "none",

@@ -8,12 +8,47 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.config.run import Recompute
+from jaxtron.config.run import Recompute, TrainConfig
+from jaxtron.errors import ConfigError
 from jaxtron.layers.inputs import LayerNumber
 from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat, remat_layer
 
 Layer = Callable[[jax.Array, Any, LayerNumber], LayerOutput]
+
+
+def unrolls(train: TrainConfig, platform: str, *, layers_differ: bool) -> bool:
+    """Whether the loop over layers is unrolled.
+
+    On GPUs it is unless activations are offloaded: in an unrolled loop XLA lets the copies that
+    come back from the host live together, so that nothing is saved on the device.
+
+    Args:
+        train: whose ``layer_loop`` and ``recompute`` count.
+        platform: of the devices.
+        layers_differ: the layers are no single program.
+
+    Raises:
+        ConfigError: activations are offloaded on a GPU, but the loop must be unrolled.
+    """
+    offloaded = [
+        name
+        for name, action in (train.recompute.items() if isinstance(train.recompute, dict) else ())
+        if action == "offload"
+    ]
+    gpu = platform != "cpu"
+    if gpu and offloaded and (train.layer_loop == "unroll" or layers_differ):
+        cause = "train.layer_loop is unroll"
+        if layers_differ:
+            cause = "precision.* keeps products of single layers out of FP8, which unrolls the loop"
+        raise ConfigError(
+            f"train.recompute offloads {', '.join(offloaded)}, but {cause}: in an unrolled loop "
+            "XLA keeps them on the GPU as well. Use recompute in place of offload, or a scan "
+            "(train.layer_loop auto or scan, without FP8 exceptions of single layers)"
+        )
+    if train.layer_loop != "auto":
+        return train.layer_loop == "unroll"
+    return layers_differ or (gpu and not offloaded)
 
 
 def run_layers(
