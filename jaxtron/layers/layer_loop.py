@@ -20,8 +20,8 @@ Layer = Callable[[jax.Array, Any, LayerNumber], LayerOutput]
 def unrolls(train: TrainConfig, platform: str, *, layers_differ: bool) -> bool:
     """Whether the loop over layers is unrolled.
 
-    On GPUs it is unless activations are offloaded: in an unrolled loop XLA lets the copies that
-    come back from the host live together, so that nothing is saved on the device.
+    On GPUs it is unless activations are offloaded: compiled for an H100, an unrolled loop held as
+    many bytes on the device with offload as without (docs/performance.md).
 
     Args:
         train: whose ``layer_loop`` and ``recompute`` count.
@@ -42,8 +42,8 @@ def unrolls(train: TrainConfig, platform: str, *, layers_differ: bool) -> bool:
         if layers_differ:
             cause = "precision.* keeps products of single layers out of FP8, which unrolls the loop"
         raise ConfigError(
-            f"train.recompute offloads {', '.join(offloaded)}, but {cause}: in an unrolled loop "
-            "XLA keeps them on the GPU as well. Use recompute in place of offload, or a scan "
+            f"train.recompute offloads {', '.join(offloaded)}, but {cause}: an unrolled loop frees "
+            "no GPU memory by it. Use recompute in place of offload, or a scan "
             "(train.layer_loop auto or scan, without FP8 exceptions of single layers)"
         )
     if train.layer_loop != "auto":

@@ -1,9 +1,9 @@
 """Products of activations with weights: the GEMMs of attention and the MLP.
 
 Layers call :func:`linear` and nothing else for them. What the backward pass keeps is the input and
-the given weights themselves, never a form of a weight made here: a joined one would be kept a
-second time by every layer, and the pipeline executor knows weights among a microbatch's residuals
-by identity.
+the given weights themselves, never a form of a weight made here: a part cut out of one would be
+kept a second time by every layer, and the pipeline executor knows weights among a microbatch's
+residuals by identity.
 
 A weight may come in FP8 (``precision.fp8``); the layers do not notice.
 """
