@@ -19,6 +19,9 @@ from jaxtron.errors import DataError
 
 Arrays = dict[str, NDArray]
 
+_LAYOUT = 2  # of an entry's files; part of its name, so that older ones are never read
+_SIZES = "sizes.json"  # bytes of each array file
+
 
 def digest(array: NDArray) -> str:
     """A checksum of type, shape and content, for use in a cache key."""
@@ -46,7 +49,7 @@ def cached_arrays(
     if cache_dir is None:
         return build()
     text = json.dumps(description, indent=1, sort_keys=True)
-    entry = Path(cache_dir) / hashlib.sha256(text.encode()).hexdigest()[:32]
+    entry = Path(cache_dir) / hashlib.sha256(f"{_LAYOUT}\n{text}".encode()).hexdigest()[:32]
     if not entry.is_dir():
         _write(entry, text, build())
     return _read(entry)
@@ -58,8 +61,12 @@ def _write(entry: Path, text: str, arrays: Arrays) -> None:
         partial = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
         try:
             (partial / "description.json").write_text(text)
+            sizes = {}
             for name, array in arrays.items():
-                np.save(partial / f"{name}.npy", array)
+                path = partial / f"{name}.npy"
+                np.save(path, array)
+                sizes[path.name] = path.stat().st_size
+            (partial / _SIZES).write_text(json.dumps(sizes))
             partial.chmod(0o755)  # mkdtemp's folder is for one user; the cache is for all
             partial.rename(entry)
         except OSError:
@@ -76,8 +83,13 @@ def _write(entry: Path, text: str, arrays: Arrays) -> None:
 
 def _read(entry: Path) -> Arrays:
     try:
-        # Memory-mapped, so that the processes of a host share one copy.
-        arrays = {p.stem: np.load(p, mmap_mode="r") for p in sorted(entry.glob("*.npy"))}
+        arrays = {}
+        for name, size in json.loads((entry / _SIZES).read_text()).items():
+            path = entry / name
+            if path.stat().st_size != size:
+                raise ValueError(f"{name} has {path.stat().st_size} bytes, expected {size}")
+            # Memory-mapped, so that the processes of a host share one copy.
+            arrays[path.stem] = np.load(path, mmap_mode="r")
     except (OSError, ValueError) as error:
         raise DataError(
             f"{entry}: index cache entry cannot be read ({error}); delete this folder"

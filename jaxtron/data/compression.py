@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,15 @@ from jaxtron.errors import ConfigError, DataError
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # after 0x50 to 0x5f: a frame that pzstd puts first
+_NOT_TEXT = {
+    rb"BZh\d1AY": "bzip2-compressed",
+    rb"\xfd7zXZ": "xz-compressed",
+    rb"PK\x03\x04": "a zip archive",
+    rb"PAR1": "a Parquet file",
+    rb"\xff\xfe": "UTF-16 text",
+    rb"\xfe\xff": "UTF-16 text",
+}
 _CHUNK = 1 << 20
 
 
@@ -21,18 +31,23 @@ def open_decompressed(path: Path | RemoteFile) -> Iterator[tuple[BinaryIO, Binar
     """Open ``path`` for reading: (stream of plain bytes, the file itself, for its position).
 
     Raises:
-        DataError: the file cannot be read, or its compressed data is damaged or cut off; also
-            while the block reads.
+        DataError: the file cannot be read, its compressed data is damaged or cut off (also while
+            the block reads), or it is of a known form that is neither text nor compressed so.
         ConfigError: it is Zstandard-compressed and the package ``zstandard`` is not installed.
     """
     try:
         with path.open() if isinstance(path, RemoteFile) else path.open("rb") as file:
-            magic = file.read(4)
+            magic = file.read(8)
             file.seek(0)
+            for start, form in _NOT_TEXT.items():
+                if re.match(start, magic):
+                    raise DataError(
+                        f"{path} is {form}: give UTF-8 text, plain, gzip- or Zstandard-compressed"
+                    )
             if magic.startswith(_GZIP_MAGIC):
                 with gzip.GzipFile(fileobj=file) as unzipped:
                     yield io.BufferedReader(unzipped, _CHUNK), file
-            elif magic == _ZSTD_MAGIC:
+            elif magic.startswith(_ZSTD_MAGIC) or magic[1:4] == _ZSTD_SKIPPABLE:
                 yield io.BufferedReader(_ZstdReader(file, path), _CHUNK), file
             else:
                 yield file, file

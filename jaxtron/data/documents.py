@@ -124,7 +124,7 @@ def total_bytes(sources: Iterable[Source]) -> int:
 
 
 def read_blocks(sources: Iterable[Source]) -> Iterator[Block]:
-    """All records in order, in blocks. Blank lines are no records; a leading BOM is dropped.
+    """All records in order, in blocks. Blank lines are no records; a BOM before one is dropped.
 
     Raises:
         DataError: a file cannot be read or its compression is damaged.
@@ -139,9 +139,9 @@ def read_blocks(sources: Iterable[Source]) -> Iterator[Block]:
             # The only line of a whole file is number 0.
             lines = enumerate([stream.read()] if whole else stream, start=0 if whole else 1)
             for number, data in lines:
-                if number <= 1 and data.startswith(_BOM):
+                if data.startswith(_BOM):  # also within: files with BOMs may have been joined
                     data = data[len(_BOM) :]
-                if number and data.isspace():
+                if number and (not data or data.isspace()):
                     continue
                 records.append(new(Record, (name, number, data)))
                 size += len(data)
@@ -226,10 +226,11 @@ def _decoded(record: Record, text: str) -> Any:
         BadRecord: it is none.
     """
     try:
-        return _parse_json(text)
+        return _parse_json(text.rstrip("\r\n"))  # a string cut off ends before the line's end
     except json.JSONDecodeError as error:
+        what = error.msg.removesuffix(" at")
         raise BadRecord(
-            "bad_json", f"{record.where}: bad JSON ({error.msg} at character {error.pos + 1})"
+            "bad_json", f"{record.where}: bad JSON ({what} at character {error.pos + 1})"
         ) from None
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, endless nesting
         raise BadRecord("bad_json", f"{record.where}: bad JSON ({error})") from None

@@ -227,10 +227,12 @@ def _note_bad(
             raise DataError(f"{message}; --on-error skip leaves such records out and counts them")
         summary.bad_records[reason] += 1
         shown = summary.bad_records.total()
+        # Through the bar only where it is drawn in place: elsewhere it would draw itself anew.
+        note = bar.write if sys.stderr.isatty() else print
         if shown <= _SHOWN_BAD_RECORDS:
-            bar.write(f"skipped: {message}", file=sys.stderr)
+            note(f"skipped: {message}", file=sys.stderr)
         elif shown == _SHOWN_BAD_RECORDS + 1:
-            bar.write("skipped: more; from here on they are only counted", file=sys.stderr)
+            note("skipped: more; from here on they are only counted", file=sys.stderr)
 
 
 def _progress_bar(total: int, shown: bool) -> "tqdm[NoReturn]":

@@ -1,6 +1,7 @@
 """Megatron's sampling, against a slow sample-by-sample reference written from its description."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,6 +265,14 @@ def test_the_cache_gives_the_same_rows_and_is_used(indexed, tmp_path, monkeypatc
     for change in ({"seed": 2}, {"num_samples": 26}, {"seq_length": 9}, {"span": Span(0, 5)}):
         with pytest.raises(AssertionError, match="built again"):
             make(indexed, cache_dir=cache, **change)
+    # The order follows from the lengths alone: other documents of the same lengths share it.
+    for name, lengths in (("same", [50, 3, 20, 0, 31, 7]), ("other", [50, 3, 20, 1, 30, 7])):
+        with IndexedDatasetWriter(tmp_path / name, "uint16") as writer:
+            for length in lengths:
+                writer.add_document([np.full(length, 7, np.uint16)])
+    assert set(make(IndexedDataset(tmp_path / "same"), cache_dir=cache)[0]["tokens"]) == {7}
+    with pytest.raises(AssertionError, match="built again"):
+        make(IndexedDataset(tmp_path / "other"), cache_dir=cache)
 
 
 def test_a_cache_entry_written_meanwhile_by_another_process_is_taken(tmp_path):
@@ -278,11 +287,17 @@ def test_a_cache_entry_written_meanwhile_by_another_process_is_taken(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_damaged_cache_entry_says_what_to_delete(tmp_path):
-    cached_arrays(tmp_path, {"a": 1}, lambda: {"x": np.arange(3)})
-    (array,) = tmp_path.glob("*/x.npy")
-    array.write_bytes(array.read_bytes()[:20])
-    with pytest.raises(DataError, match="delete this folder"):
+def _empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_empty, Path.unlink, lambda p: p.write_bytes(b"x" * 130)])
+@pytest.mark.parametrize("name", ["x.npy", "sizes.json"])
+def test_a_damaged_cache_entry_says_what_to_delete(tmp_path, damage, name):
+    cached_arrays(tmp_path, {"a": 1}, lambda: {"x": np.arange(3), "y": np.arange(3)})
+    [entry] = tmp_path.iterdir()
+    damage(entry / name)
+    with pytest.raises(DataError, match=f"{entry}: .*delete this folder"):
         cached_arrays(tmp_path, {"a": 1}, dict)
 
 

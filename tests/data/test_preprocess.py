@@ -3,8 +3,10 @@
 The outputs are read back with ``read_raw``, which knows the file layout and nothing of jaxtron.
 """
 
+import bz2
 import gzip
 import json
+import lzma
 import multiprocessing
 import os
 import re
@@ -116,7 +118,7 @@ def test_eod_token_can_be_named(tmp_path):
 # -- O02: malformed input --------------------------------------------------------------------------
 
 BAD_LINES = [
-    (b'{"text": "cut o', "bad_json", r"bad JSON"),
+    (b'{"text": "cut o', "bad_json", r"bad JSON \(Unterminated string starting at character 10\)"),
     (b'{"text": "a"}{"text": "b"}', "bad_json", r"bad JSON \(Extra data at character 14\)"),
     ({"body": "a"}, "missing_key", r"key 'text' missing \(its keys: 'body'\)"),
     ({"text": 7}, "not_a_string", r"value of key 'text' is not a string but a number"),
@@ -153,6 +155,7 @@ def test_skipping_bad_lines_equals_a_cleaned_file(tmp_path, workers):
     counts = "bad_json=3 missing_key=1 not_a_string=2 not_an_object=1 not_utf8=1"
     assert f"bad_records=8 {counts}" in printed["dirty"].stdout
     assert "bad_records=0" in printed["clean"].stdout
+    assert "preprocess:" not in printed["dirty"].stderr  # no bar drawn between them
     skipped = re.findall(r"skipped: .*dirty\.jsonl line (\d+): (.*)", printed["dirty"].stderr)
     assert [int(line) for line, _ in skipped] == [2, 3, 4, 5, 7, 8, 9, 10]
     for (_, found), (_, _, message) in zip(skipped, BAD_LINES, strict=True):
@@ -171,8 +174,11 @@ def test_first_bad_line_in_file_order_is_reported_with_many_workers(tmp_path):
 
 def test_bom_crlf_blank_lines_and_a_missing_last_newline_are_accepted(tmp_path):
     source = tmp_path / "in.jsonl"
-    source.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b"}\r\n\n{"text": "c"}')
-    preprocess([source], tmp_path / "out", "byte")
+    text = b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n\xef\xbb\xbf{"text": "b"}\r\n\n{"text": "c"}'
+    source.write_bytes(text)
+    bom_alone = tmp_path / "bom.jsonl"
+    bom_alone.write_bytes(b"\xef\xbb\xbf")
+    preprocess([bom_alone, source], tmp_path / "out", "byte")
     assert read_raw(tmp_path / "out_text_document")[0] == [[97], [98], [99]]
 
 
@@ -304,8 +310,11 @@ def test_compressed_files_read_like_plain_ones(tmp_path):
     parts = [json.dumps({"text": word}).encode() + b"\n" for word in ("a", "b", "c")]
     # Several members or frames in one file are what parallel compressors write.
     (tmp_path / "x.jsonl.gz").write_bytes(b"".join(gzip.compress(part) for part in parts))
-    (tmp_path / "x.jsonl.zst").write_bytes(b"".join(zstandard.compress(part) for part in parts))
-    for name in ("x.jsonl.gz", "x.jsonl.zst"):
+    frames = [zstandard.compress(part) for part in parts]
+    (tmp_path / "x.jsonl.zst").write_bytes(b"".join(frames))
+    note = b"\x50\x2a\x4d\x18" + (2).to_bytes(4, "little") + b"ab"  # a frame without content
+    (tmp_path / "x.pzstd").write_bytes(b"".join(note + frame for frame in frames))
+    for name in ("x.jsonl.gz", "x.jsonl.zst", "x.pzstd"):
         preprocess([tmp_path / name], tmp_path / name, "byte")
         assert read_raw(tmp_path / f"{name}_text_document")[0] == [[97], [98], [99]]
 
@@ -319,6 +328,23 @@ def test_damaged_compressed_files_are_an_error_that_names_them(tmp_path):
             with pytest.raises(DataError, match=rf"{name} cannot be read"):
                 preprocess([tmp_path / name], tmp_path / "out", "byte")
     assert files_in(tmp_path) == {"x.gz", "x.zst"}
+
+
+@pytest.mark.parametrize(
+    "start, form",
+    [
+        (bz2.compress(b"{}"), "bzip2-compressed"),
+        (lzma.compress(b"{}"), "xz-compressed"),
+        (b"PAR1\x15\x04", "a Parquet file"),
+        ("\ufeff{}".encode("utf-16-le"), "UTF-16 text"),
+    ],
+)
+def test_files_of_another_form_are_refused_even_where_bad_lines_are_skipped(tmp_path, start, form):
+    good = write_lines(tmp_path / "good.jsonl", *texts("a"))
+    (tmp_path / "x").write_bytes(start)
+    with pytest.raises(DataError, match=rf"x is {form}: give UTF-8 text"):
+        preprocess([good, tmp_path / "x"], tmp_path / "out", "byte", on_error="skip")
+    assert files_in(tmp_path) == {"good.jsonl", "x"}
 
 
 def test_zstandard_without_its_package_says_what_to_install(tmp_path, monkeypatch):
