@@ -18,7 +18,7 @@ from jaxtron.data.loader import batches
 from jaxtron.data.order import check_order, file_fingerprints, order_digest
 from jaxtron.data.source import RowDataset
 from jaxtron.dynamic_program import DynamicProgram
-from jaxtron.errors import DataError
+from jaxtron.errors import ConfigError, DataError
 from jaxtron.observe.logger import RunLogger
 from jaxtron.observe.profiler import StepProfiler
 from jaxtron.observe.throughput import Throughput
@@ -101,14 +101,20 @@ class Trainer:
 
     def _open_data(self) -> Datasets:
         config = self.config
-        return build_datasets(
+        datasets = build_datasets(
             config.data,
             vocab_size=config.model.vocab_size,
             seed=config.train.seed,
             train_samples=self.program.batch_schedule.samples(config.train.steps),
             valid_samples=self._eval_samples(),
-            test_samples=0,
+            test_samples=self._eval_samples() if config.eval.test else 0,
         )
+        if config.eval.test and datasets.valid is None and not datasets.valid_sets:
+            raise ConfigError(
+                "eval.test is true, but the test set is evaluated with the validation sets, and "
+                "there is none: give valid a share in data.split, or set data.valid_sets"
+            )
+        return datasets
 
     def _eval_samples(self) -> int | None:
         """Rows of each validation set in an evaluation; None: all of it, once."""
@@ -245,7 +251,7 @@ class Trainer:
             last = step == config.train.steps or exit_reason is not None
             if config.eval.interval and (step % config.eval.interval == 0 or last):
                 flush()
-                eval_loss = self._evaluate(state, step, logger)
+                eval_loss = self._evaluate(state, step, logger, end=step == config.train.steps)
                 clock.restart()
             if self.checkpointer.should_save(step, final=last):
                 flush()
@@ -300,11 +306,14 @@ class Trainer:
                 return "exit_duration_min"
         return None
 
-    def _evaluate(self, state: State, step: int, logger: RunLogger) -> float | None:
+    def _evaluate(
+        self, state: State, step: int, logger: RunLogger, *, end: bool = False
+    ) -> float | None:
         """Evaluate every validation set; returns ``eval_loss``, None without a set.
 
         ``eval_loss`` is the mean over the tokens of the validation split or, in a run that has only
-        ``data.valid_sets``, over the tokens of all of them.
+        ``data.valid_sets``, over the tokens of all of them. At the run's ``end`` the test set is
+        evaluated too.
         """
         main, sets = self.datasets.valid, self.datasets.valid_sets
         if main is None and not sets:
@@ -318,6 +327,9 @@ class Trainer:
         for name, (set_total, set_tokens) in sums.items():
             metrics[f"eval_loss/{name}"] = set_total / set_tokens
             metrics[f"eval_tokens/{name}"] = set_tokens
+        if end and self.datasets.test is not None:
+            test_total, test_tokens = self._eval_sums(self.datasets.test, state)
+            metrics |= {"test_loss": test_total / test_tokens, "test_tokens": test_tokens}
         logger.log_eval(step, metrics)
         return total / tokens
 

@@ -120,13 +120,23 @@ class EvalConfig:
         "Evaluate every token of the validation sets once, in place of `iters` batches; weights of "
         "a blend then choose its sets (0: left out) and no shares.",
     )
+    test: bool = key(
+        False,
+        "Evaluate the test set (data.test_paths, or the third share of data.split) too, once, with "
+        "the evaluation after the last step; reported as test_loss.",
+    )
 
     def __post_init__(self) -> None:
-        """Refuse two answers to how much is evaluated."""
+        """Refuse two answers to how much is evaluated, or none."""
         if self.full_validation and self.iters:
             raise ConfigError(
                 f"eval.full_validation is true, so eval.iters ({self.iters}) has no effect: set "
                 "eval.iters to 0 to evaluate everything, or eval.full_validation to false"
+            )
+        if self.test and not self.enabled:
+            raise ConfigError(
+                "eval.test is true, but the run never evaluates: set eval.interval, and eval.iters "
+                "or eval.full_validation, or eval.test to false"
             )
 
     @property

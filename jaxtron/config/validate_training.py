@@ -79,11 +79,20 @@ def _optimizer_can_be_built(config: Config, axes: Axes) -> Iterator[str]:
         yield str(error)
 
 
+def _test_paths_are_read(config: Config, axes: Axes) -> Iterator[str]:
+    if config.data.test_paths and not config.eval.test:
+        yield (
+            "data.test_paths names a test set, but eval.test is false, so nothing would read it: "
+            "set eval.test to true, or leave data.test_paths out"
+        )
+
+
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _offload_runs_alone,
     _pipeline_keeps_weights,
     _layers_can_use_rules,
     _tokenizer_fits_vocabulary,
+    _test_paths_are_read,
     _optimizer_can_be_built,
     _fp8_fits,
 )

@@ -9,7 +9,7 @@ from jaxtron.data.chat_dataset import ChatBuilder
 from jaxtron.data.config import DataConfig
 from jaxtron.data.masks import RowFormat
 from jaxtron.data.source import RowDataset, load_custom_source
-from jaxtron.data.split import SPLIT_NAMES
+from jaxtron.data.split import SPLIT_NAMES, how_to_do_without
 from jaxtron.data.synthetic import SyntheticDataset
 from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import ConfigError, DataError
@@ -51,9 +51,9 @@ def build_datasets(
         test_samples: the same for the test set.
 
     Returns:
-        The datasets. Each has at least as many rows as asked for. A split whose share in
-        `data.split` is zero is None, with a warning when rows were asked for; so is, without one,
-        the validation split where there are other `data.valid_sets`.
+        The datasets. Each has at least as many rows as asked for. A validation split whose share
+        in `data.split` is zero is None, with a warning when rows were asked for; so is, without
+        one, the validation split where there are other `data.valid_sets`.
 
     Raises:
         ConfigError: keys that are wrong or contradict each other.
@@ -106,7 +106,7 @@ def build_datasets(
         if datasets[name] is None:
             raise DataError(
                 f"data.source {config.source} has no {name} split, but the run reads "
-                f"{'all' if count is None else count} rows of it{_fix(name)}"
+                f"{'all' if count is None else count} rows of it{how_to_do_without(name)}"
             )
     return Datasets(
         train=datasets.get("train"), valid=datasets.get("valid"), test=datasets.get("test")
@@ -116,10 +116,6 @@ def build_datasets(
 def _refuse(config: DataConfig, name: str, reason: str) -> None:
     if getattr(config, name):
         raise ConfigError(f"data.{name} {reason}; data.source is {config.source!r}")
-
-
-def _fix(split: str) -> str:
-    return "; to train without evaluation set eval.interval=0" if split == "valid" else ""
 
 
 def _row_format(config: DataConfig, vocab_size: int) -> RowFormat:

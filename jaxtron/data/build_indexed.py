@@ -19,7 +19,7 @@ from jaxtron.data.gpt import GPTDataset
 from jaxtron.data.indexed import IndexedDataset
 from jaxtron.data.masks import RowFormat
 from jaxtron.data.source import RowDataset
-from jaxtron.data.split import SPLIT_NAMES, Span, parse_split, split_spans
+from jaxtron.data.split import SPLIT_NAMES, Span, how_to_do_without, parse_split, split_spans
 from jaxtron.errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
@@ -44,10 +44,8 @@ class _Request:
     @property
     def fix(self) -> str:
         """What a message adds for a run that can do without this data."""
-        if self.split != "valid":
-            return ""
         off = "eval.interval=0" if self.num_samples is None else "eval.iters=0"
-        return f"; to train without evaluation set {off}"
+        return how_to_do_without(self.split, off)
 
 
 class IndexedBuilder:
@@ -109,6 +107,11 @@ class IndexedBuilder:
                 if split == "train":
                     raise ConfigError(
                         f"data.split: {self._config.split!r} leaves nothing to train on"
+                    )
+                if split == "test":
+                    raise ConfigError(
+                        f"data.split: {self._config.split!r} has no test share"
+                        f"{how_to_do_without(split)}"
                     )
                 if not others:
                     _log.warning(

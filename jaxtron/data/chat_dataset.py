@@ -12,7 +12,7 @@ from jaxtron.data.documents import BadRecord, Source, find_sources, read_blocks
 from jaxtron.data.masks import Row
 from jaxtron.data.packing import PACKINGS, packed_row
 from jaxtron.data.source import RowDataset
-from jaxtron.data.split import SPLIT_NAMES, Span, parse_split, split_spans
+from jaxtron.data.split import SPLIT_NAMES, Span, how_to_do_without, parse_split, split_spans
 from jaxtron.data.tokenizers import Tokenizer, load_tokenizer
 from jaxtron.errors import ConfigError, DataError
 
@@ -154,7 +154,7 @@ class ChatBuilder:
         if self._config.paths:
             span: Span = split_spans(self._weights, len(self._shared))[SPLIT_NAMES.index(split)]
             documents = self._shared[span.start : span.stop]
-            if not documents and self._weights[SPLIT_NAMES.index(split)] == 0 and split != "train":
+            if not documents and self._weights[SPLIT_NAMES.index(split)] == 0 and split == "valid":
                 _log.warning(
                     "data.split %r has no %s share: it is skipped", self._config.split, split
                 )
@@ -162,8 +162,9 @@ class ChatBuilder:
         else:
             documents = self._read(self._own_paths[split], where)
         if not documents:
-            fix = "; to train without evaluation set eval.interval=0" if split == "valid" else ""
-            raise DataError(f"{where} holds no document for the {split} split{fix}")
+            raise DataError(
+                f"{where} holds no document for the {split} split{how_to_do_without(split)}"
+            )
         switches = {
             "position_ids": self._config.reset_position_ids,
             "segment_ids": self._config.reset_attention_mask,

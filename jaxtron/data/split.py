@@ -17,6 +17,15 @@ class Span(NamedTuple):
     stop: int
 
 
+def how_to_do_without(split: str, off: str = "eval.interval=0") -> str:
+    """What a message about a split without data adds: the setting of a run that needs none."""
+    settings = {
+        "valid": f"; to train without evaluation set {off}",
+        "test": "; to do without a test set, set eval.test=false",
+    }
+    return settings.get(split, "")
+
+
 def parse_split(split: str | float) -> tuple[float, float, float]:
     """The weights of train, valid and test, scaled to sum to 1.
 

@@ -120,6 +120,9 @@ def evaluation_line(step: int, record: Mapping[str, Scalar]) -> str:
     for key in record:
         if key.startswith("eval_loss/"):
             fields.append(f"{key.removeprefix('eval_loss/')}: {_number(record, key):.6E}")
+    if "test_loss" in record:
+        loss = _number(record, "test_loss")
+        fields += [f"test loss: {loss:.6E}", f"test tokens: {record['test_tokens']}"]
     return f" [{_now()}] " + " | ".join(fields) + " |"
 
 

@@ -2,9 +2,10 @@
 
 A training line carries ``step`` and the step's scalars, an evaluation line ``step``, ``eval_loss``,
 ``eval_tokens`` and, for each set of ``data.valid_sets``, ``eval_loss/name`` and
-``eval_tokens/name``. Numbers that JSON has no form for are written as null, and
-the key ``nonfinite`` of that line says what they were: ``{"loss": null, "nonfinite": {"loss":
-"nan"}}``. A null without an entry there means that the figure does not exist (``mfu`` on a CPU).
+``eval_tokens/name``; that of the run's end also ``test_loss`` and ``test_tokens``. Numbers that
+JSON has no form for are written as null, and the key ``nonfinite`` of that line says what they
+were: ``{"loss": null, "nonfinite": {"loss": "nan"}}``. A null without an entry there means that the
+figure does not exist (``mfu`` on a CPU).
 
 Every line is handed to the operating system when it is written, so a killed process loses nothing
 and leaves at most one torn last line. A run that resumes at step ``n`` trains the steps after ``n``

@@ -157,6 +157,9 @@ def final_numbers(
                 f"{_value(best, 'eval_loss'):.4f} nats per token at step {best['step']:,}",
             ),
         ]
+        if "test_loss" in evaluation[-1]:
+            test = _value(evaluation[-1], "test_loss")
+            rows.append(("Test loss", f"{test:.4f} nats per token"))
     rows += [
         (
             f"Reference: {line.label}",

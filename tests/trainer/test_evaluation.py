@@ -208,6 +208,54 @@ def test_full_validation_is_the_mean_over_every_token_of_each_set(tmp_path, mesh
     assert math.isclose(loss, both, rel_tol=1e-6)
 
 
+def test_the_test_set_is_evaluated_once_after_the_last_step(tmp_path):
+    with_, without = tmp_path / "with", tmp_path / "without"
+    for folder, extra in ((with_, {"test": True}), (without, {})):
+        train(folder, data={"split": "60,20,20"}, eval={"interval": 2, "iters": 1, **extra})
+    *before, last = evaluations(with_)
+    assert not any("test_loss" in record for record in before)
+    assert last["step"] == 6 and last["test_tokens"] == 8 * SEQ
+    assert saved_digests(with_, 6) == saved_digests(without, 6)
+    for left, right in zip(evaluations(without), evaluations(with_), strict=True):
+        assert left.items() <= right.items()
+
+
+def test_the_test_loss_is_the_mean_over_the_test_sets_own_tokens(tmp_path):
+    texts = {name: np.arange(50 + i) ** 2 % (61 - i) for i, name in enumerate("abc")}
+    paths = {name: write_text(tmp_path / name, text) for name, text in texts.items()}
+    data = {"train_paths": [paths["a"]], "valid_paths": [paths["b"]], "test_paths": [paths["c"]]}
+    evaluation = {"interval": 2, "full_validation": True, "test": True}
+    trainer = make_trainer(make_config(tmp_path, data={"paths": [], **data}, eval=evaluation))
+    state, recorder = trainer.program.init_state(), Recorder()
+    trainer._evaluate(state, 6, recorder, end=True)
+    for name, kind in (("b", "eval"), ("c", "test")):
+        mean = mean_loss(trainer, state, texts[name])
+        assert math.isclose(recorder.metrics[f"{kind}_loss"], mean, rel_tol=1e-6)
+        assert recorder.metrics[f"{kind}_tokens"] == len(texts[name]) - 1
+
+
+@pytest.mark.parametrize(
+    "data, evaluation, message",
+    [
+        ({}, {"test": True}, r"eval\.test is true, but the run never evaluates"),
+        (
+            {"split": "80,20"},
+            {"interval": 2, "iters": 1, "test": True},
+            "has no test share; .*eval",
+        ),
+        (
+            {"split": "80,0,20"},
+            {"interval": 2, "iters": 1, "test": True},
+            "there is none: give val",
+        ),
+        ({"paths": [], "train_paths": ["a"], "test_paths": ["b"]}, {}, "nothing would read it"),
+    ],
+)
+def test_a_test_set_that_would_not_be_evaluated_is_refused(tmp_path, data, evaluation, message):
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(make_config(tmp_path, data=data, eval=evaluation))
+
+
 def test_the_validation_split_stays_the_evaluation_loss_beside_named_sets(tmp_path):
     """Adding a set changes no figure that the run had without it."""
     alone, beside = tmp_path / "alone", tmp_path / "beside"
