@@ -35,7 +35,7 @@ def build_datasets(
     seed: int,
     train_samples: int,
     valid_samples: int | None,
-    test_samples: int,
+    test_samples: int | None,
 ) -> Datasets:
     """Open and check everything that the run will read.
 
