@@ -173,10 +173,13 @@ def check_architecture(config: Config, meta: Mapping[str, Any], where: str) -> N
 
 def _moved(saved: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
     """Whether two lists of paths and weights differ in the paths alone."""
-    old, new = _value(saved, key), _value(now, key)
-    return len(old) == len(new) and all(
-        a == b or (isinstance(a, str) and isinstance(b, str)) for a, b in zip(old, new)
-    )
+
+    def moved(old: Any, new: Any) -> bool:
+        if isinstance(old, list) and isinstance(new, list):
+            return len(old) == len(new) and all(map(moved, old, new))
+        return old == new or (isinstance(old, str) and isinstance(new, str))
+
+    return moved(_value(saved, key), _value(now, key))
 
 
 def check_continuation(

@@ -1,6 +1,6 @@
 """Configuration of where a run's state is saved, how often, and where a run starts from."""
 
-from jaxtron.config.fields import key, section
+from jaxtron.config.fields import key, refuse_url, section
 from jaxtron.errors import ConfigError
 
 
@@ -54,12 +54,7 @@ class CheckpointConfig:
             ConfigError: a key that depends on another is set without it, or a folder is a URL.
         """
         for name in ("dir", "load"):
-            path = getattr(self, name)
-            if path is not None and "://" in path:
-                raise ConfigError(
-                    f"checkpoint.{name} is {path!r}: expected a folder on a file system that every "
-                    "process sees (mount the bucket), not a URL"
-                )
+            refuse_url(f"checkpoint.{name}", getattr(self, name))
         for name in ("load_step", "no_load_optim", "finetune", "moe_use_upcycling"):
             value = getattr(self, name)
             if self.load is None and value is not None and value is not False:

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from pydantic import ConfigDict
 
+from jaxtron.errors import ConfigError
+
 T = TypeVar("T")
 
 _PYDANTIC = ConfigDict(extra="forbid")
@@ -32,6 +34,19 @@ def key(default: Any = dataclasses.MISSING, help: str = "", **constraints: Any) 
         frozen = default
         return dataclasses.field(default_factory=lambda: type(frozen)(frozen), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def refuse_url(name: str, path: str | None) -> None:
+    """For keys that name a folder to write: a URL would become a folder of that odd name.
+
+    Raises:
+        ConfigError: ``path`` is a URL.
+    """
+    if path is not None and "://" in path:
+        raise ConfigError(
+            f"{name} is {path!r}: expected a folder on a file system that every process sees "
+            "(mount the bucket), not a URL"
+        )
 
 
 @typing.dataclass_transform(

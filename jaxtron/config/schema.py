@@ -62,7 +62,12 @@ class KeyInfo:
         try:
             return _adapter(self.section, self.name).validate_json(json.dumps(value), strict=True)
         except (ValidationError, TypeError, ValueError):
-            raise ConfigError(f"{self.dotted} is {value!r}: expected {self.expected}") from None
+            hint = ""
+            if isinstance(value, dict) and any(":" in str(name) for name in value):
+                hint = " (in YAML a space follows the colon: {name: value})"
+            raise ConfigError(
+                f"{self.dotted} is {value!r}: expected {self.expected}{hint}"
+            ) from None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,45 +30,77 @@ _SURPLUS = 0.005
 _MAX_DATASETS = 2**15 - 1
 
 
+Entry = str | float | list[Any]
+"""Of a list of paths: a prefix, a weight, or a list of the same form in the place of a prefix."""
+
+
 def parse_blend(
-    entries: Sequence[str | float], key: str = "data.paths"
-) -> tuple[list[str], list[float] | None]:
-    """Prefixes and weights of `[prefix, …]` or `[weight, prefix, weight, prefix, …]`.
+    entries: Sequence[Entry], key: str = "data.paths"
+) -> tuple[list[str | list[Any]], list[float] | None]:
+    """Parts and weights of `[part, …]` or `[weight, part, weight, part, …]`.
 
     Args:
         entries: what the user gave; weights may be numbers or text.
         key: name of the configuration key, for messages.
 
     Returns:
-        (prefixes, weights); weights are None for a plain list of prefixes.
+        (parts, weights): a part is a prefix or a nested blend, itself unparsed; weights are None
+        for a plain list of parts. Nested plain lists of a plain list are merged into it.
 
     Raises:
-        ConfigError: weights and prefixes do not alternate, or a weight is not a finite number >= 0,
-            or all are zero.
+        ConfigError: weights and prefixes do not alternate, a weight is not a finite number >= 0,
+            all are zero, a nested blend is wrong in one of these ways or empty, or one with
+            weights stands in a plain list, where parts are drawn by their sizes.
     """
     right = "right would be [prefix, …] or [weight, prefix, weight, prefix, …]"
     weights = [_as_number(entry) for entry in entries[0::2]]
     paired = len(entries) % 2 == 0 and all(w is not None for w in weights)
-    prefixes = list(entries[1::2] if paired else entries)
-    for prefix in prefixes:
-        if _as_number(prefix) is not None:
-            raise ConfigError(f"{key}: {prefix!r} stands where a dataset prefix should; {right}")
-    names = [str(prefix).strip() for prefix in prefixes]
+    parts: list[str | list[Any]] = []
+    for part in entries[1::2] if paired else entries:
+        if isinstance(part, list):
+            parts += _nested(part, key, merge=not paired and len(entries) > 1)
+        elif not isinstance(part, str) or _as_number(part) is not None:
+            raise ConfigError(f"{key}: {part!r} stands where a dataset prefix should; {right}")
+        else:
+            parts.append(part.strip())
     if not paired or not entries:
-        return names, None
+        return parts, None
     numbers = [w for w in weights if w is not None]
     for weight in numbers:
         if not (math.isfinite(weight) and weight >= 0):
             raise ConfigError(f"{key}: {weight} is not a weight; weights are finite and >= 0")
     if not any(numbers):
         raise ConfigError(f"{key}: all weights are zero, nothing would be drawn")
-    return names, numbers
+    return parts, numbers
 
 
-def _as_number(entry: str | float) -> float | None:
+def _nested(entries: list[Any], key: str, *, merge: bool) -> list[str | list[Any]]:
+    """A nested blend, checked, as the only part or, to ``merge``, the parts of a plain list."""
+    parts, weights = parse_blend(entries, key)
+    if not parts:
+        raise ConfigError(f"{key}: an empty list stands where a dataset prefix should")
+    if merge and weights is not None:
+        raise ConfigError(
+            f"{key}: {entries} has weights but stands in a list without, whose parts are drawn by "
+            "their sizes, and a weighted blend has none; give every part of the list a weight"
+        )
+    return parts if merge else [entries]
+
+
+def drawn_prefixes(entries: Sequence[Entry], key: str = "data.paths") -> list[str]:
+    """All prefixes that a blend draws from (weight zero: none), in their order."""
+    parts, weights = parse_blend(entries, key)
+    drawn = []
+    for part, weight in zip(parts, weights or [1.0] * len(parts)):
+        if weight > 0:
+            drawn += drawn_prefixes(part, key) if isinstance(part, list) else [part]
+    return drawn
+
+
+def _as_number(entry: Any) -> float | None:
     try:
-        return float(entry)
-    except ValueError:
+        return None if isinstance(entry, bool) else float(entry)
+    except (ValueError, TypeError):
         return None
 
 

@@ -3,12 +3,15 @@
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxtron.data.blend import (
     BlendedDataset,
+    Entry,
     cached_blend_indices,
     concatenated_indices,
+    drawn_prefixes,
     normalize,
     parse_blend,
     plan_weighted_blend,
@@ -137,19 +140,24 @@ class IndexedBuilder:
             for name, paths in self._config.valid_sets.items()
         }
 
-    def _build(self, request: _Request, entries: Sequence[str | float]) -> RowDataset:
-        prefixes, weights = parse_blend(entries, request.key)
-        if len(prefixes) == 1 and not request.shared:  # as in Megatron: its weight has no effect
+    def _build(self, request: _Request, entries: Sequence[Entry]) -> RowDataset:
+        parts, weights = parse_blend(entries, request.key)
+        if len(parts) == 1 and not request.shared:  # as in Megatron: its weight has no effect
             weights = None
-        drawn = [p for p, w in zip(prefixes, weights or [1.0] * len(prefixes)) if w > 0]
+        drawn = drawn_prefixes(entries, request.key)
         if request.num_samples is None:
             return self._one_after_another(request, drawn)
-        if weights is None and len(prefixes) > 1:
-            return self._exhaustive_blend(request, prefixes, request.num_samples)
+        if weights is None and len(parts) > 1:  # all prefixes: parsing merges nested plain lists
+            return self._exhaustive_blend(request, drawn, request.num_samples)
         self._check_size(request, drawn)
         if weights is not None:
-            return self._weighted_blend(request, prefixes, weights, request.num_samples)
-        return self._component(request, prefixes[0], request.num_samples)
+            return self._weighted_blend(request, parts, weights, request.num_samples)
+        return self._part(request, parts[0], request.num_samples)
+
+    def _part(self, request: _Request, part: str | list[Any], num_samples: int) -> RowDataset:
+        if isinstance(part, str):
+            return self._component(request, part, num_samples)
+        return self._build(replace(request, num_samples=num_samples), part)
 
     def _one_after_another(self, request: _Request, prefixes: Sequence[str]) -> RowDataset:
         filled = [prefix for prefix in prefixes if self._num_tokens(request, prefix) > 1]
@@ -162,12 +170,16 @@ class IndexedBuilder:
         return BlendedDataset(components, indices, f"{request.key} ({request.split})")
 
     def _weighted_blend(
-        self, request: _Request, prefixes: Sequence[str], weights: Sequence[float], num_samples: int
+        self,
+        request: _Request,
+        parts: Sequence[str | list[Any]],
+        weights: Sequence[float],
+        num_samples: int,
     ) -> RowDataset:
         plan = plan_weighted_blend(weights, num_samples, self._config.cache_dir)
         components = [
-            self._component(request, prefix, share) if share else None
-            for prefix, share in zip(prefixes, plan.requests)
+            self._part(request, part, share) if share else None
+            for part, share in zip(parts, plan.requests)
         ]
         return BlendedDataset(components, plan.indices, f"blend ({request.split})")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jaxtron.data.blend import Entry
 from jaxtron.data.chat import ChatTemplate, Tokens, chat_template, encode, parse_messages
 from jaxtron.data.config import DataConfig
 from jaxtron.data.documents import BadRecord, Source, find_sources, read_blocks
@@ -179,12 +180,12 @@ class ChatBuilder:
             arrays=[name for name, on in switches.items() if on],
         )
 
-    def _read(self, paths: Sequence[str | float], key: str) -> list[Tokens]:
+    def _read(self, paths: Sequence[Entry], key: str) -> list[Tokens]:
         if not paths:
             return []
         weights = [path for path in paths if not isinstance(path, str)]
         if weights:
-            raise ConfigError(f"{key} holds {weights[0]}: data.source chat takes files, no weights")
+            raise ConfigError(f"{key} holds {weights[0]}: data.source chat takes files, no blend")
         sources = find_sources([str(path) for path in paths])
         return read_documents(
             sources,

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from jaxtron.config.fields import key, section
+from jaxtron.config.fields import key, refuse_url, section
 
 
 @section
@@ -17,17 +17,18 @@ class DataConfig:
     source_options: dict[str, Any] = key(
         {}, "Keyword arguments for the function that `source` names; only for your own source."
     )
-    paths: list[str | float] = key(
+    paths: list[str | float | list[Any]] = key(
         [],
-        "Prefixes of .bin/.idx pairs, or a blend: [weight, prefix, weight, prefix, ...]; for the "
-        "source chat: JSON Lines files.",
+        "Prefixes of .bin/.idx pairs, which are read once; or a blend [weight, prefix, weight, "
+        "prefix, ...], where a list of either form may stand for a prefix; for the source chat: "
+        "JSON Lines files.",
     )
-    train_paths: list[str | float] = key(
+    train_paths: list[str | float | list[Any]] = key(
         [], "As paths, for training alone; the sets are then used whole and `split` is not."
     )
-    valid_paths: list[str | float] = key([], "As train_paths, for evaluation.")
-    test_paths: list[str | float] = key([], "As train_paths, for the test set.")
-    valid_sets: dict[str, list[str | float]] = key(
+    valid_paths: list[str | float | list[Any]] = key([], "As train_paths, for evaluation.")
+    test_paths: list[str | float | list[Any]] = key([], "As train_paths, for the test set.")
+    valid_sets: dict[str, list[str | float | list[Any]]] = key(
         {},
         "More sets for evaluation, {name: paths or blend}, each used whole and reported as "
         "eval_loss/name; eval_loss is the validation split's or, without one, that of all of them.",
@@ -80,3 +81,7 @@ class DataConfig:
     )
     num_threads: int = key(1, "Threads that read rows ahead; 0: read when asked.", ge=0)
     prefetch: int = key(2, "Batches read ahead.", ge=1)
+
+    def __post_init__(self) -> None:
+        """Refuse a cache that cannot be memory-mapped."""
+        refuse_url("data.cache_dir", self.cache_dir)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jaxtron.config.fields import key, section
+from jaxtron.config.fields import key, refuse_url, section
 from jaxtron.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
@@ -34,8 +34,9 @@ class ObserveConfig:
         """Refuse combinations that cannot work.
 
         Raises:
-            ConfigError: ``profile_steps`` runs backwards, or has nowhere to write.
+            ConfigError: ``profile_steps`` runs backwards, or has nowhere to write; ``dir`` is a URL.
         """
+        refuse_url("observe.dir", self.dir)
         if self.profile_steps is None:
             return
         first, last = self.profile_steps

@@ -93,6 +93,9 @@ def test_used_up_datasets_are_passed_over():
         ([30, "a", 70.5, " b "], ["a", "b"], [30.0, 70.5]),
         ([1, "a"], ["a"], [1.0]),
         ([], [], None),
+        ([0.3, "a", 0.7, [1, "b", 1, "c"]], ["a", [1, "b", 1, "c"]], [0.3, 0.7]),
+        (["a", ["b", ["c", "d"]]], ["a", "b", "c", "d"], None),
+        ([[1, "a", 2, "b"]], [[1, "a", 2, "b"]], None),
     ],
 )
 def test_paths_with_and_without_weights(entries, prefixes, weights):
@@ -111,6 +114,12 @@ def test_paths_with_and_without_weights(entries, prefixes, weights):
         ["nan", "a"],
         ["inf", "a"],
         [0, "a", 0, "b"],
+        [0.3, "a", 0.7, ["b", 0.5]],
+        [0.3, "a", 0.7, []],
+        [["a"], 0.3],
+        ["a", [1, "b", 2, "c"]],
+        ["a", True],
+        ["a", {"b": 1}],
     ],
 )
 def test_paths_that_mix_weights_and_prefixes_are_refused(entries):

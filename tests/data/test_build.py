@@ -1,5 +1,6 @@
 """From the `data` section to datasets, and what it refuses."""
 
+import functools
 import sys
 import types
 
@@ -14,8 +15,8 @@ from jaxtron.errors import ConfigError, DataError
 SIZES = {"train_samples": 20, "valid_samples": 0, "test_samples": 0}
 
 
-def corpus(path, documents, length=12, first=0):
-    with IndexedDatasetWriter(path, "uint16") as writer:
+def corpus(path, documents, length=12, first=0, dtype="uint16"):
+    with IndexedDatasetWriter(path, dtype) as writer:
         for d in range(documents):
             writer.add_document([np.full(length, first + d)])
     return str(path)
@@ -115,6 +116,41 @@ def test_sets_without_weights_are_read_once(tmp_path):
     assert [rows.count(0), rows.count(1)] == [rows_of_a, rows_of_b]
     with pytest.raises(DataError, match=f"has {total} train rows.*reads {total + 1}"):
         build(paths=[a, b], split="1", sizes={"train_samples": total + 1})
+
+
+def test_a_blend_within_a_blend_of_another_stored_type(tmp_path):
+    """Each level follows the greedy rule for itself; the parts are sampled as sets alone are."""
+    a, b = corpus(tmp_path / "a", 40), corpus(tmp_path / "b", 30, first=100)
+    c = corpus(tmp_path / "c", 20, first=70_000, dtype="int32")
+    row = functools.partial(build, vocab_size=71_000, split="1")
+    blend = row(paths=[0.3, a, 0.7, [0.25, b, 0.75, [c]]], sizes={"train_samples": 100}).train
+
+    def greedy(weights, size):
+        drawn, order = [0] * len(weights), []
+        for i in range(size):
+            behind = [w * max(i, 1) - n for w, n in zip(weights, drawn)]
+            order.append(behind.index(max(behind)))
+            drawn[order[-1]] += 1
+        return order
+
+    outer = greedy([0.3, 0.7], 100)
+    inner = iter(greedy([0.25, 0.75], 100))
+    kinds = [2 if d and next(inner) else d for d in outer]
+    firsts = [
+        [0, 100, 70_000].index(max(f for f in (0, 100, 70_000) if f <= int(t)))
+        for t in (blend[k]["tokens"][0] for k in range(100))
+    ]
+    assert firsts == kinds
+    assert [kinds.count(kind) for kind in range(3)] == [30, 18, 52]
+
+
+def test_evaluation_of_a_nested_blend_reads_every_token_of_what_it_draws(tmp_path):
+    a, b, c = (corpus(tmp_path / n, 3, first=f) for n, f in (("a", 50), ("b", 100), ("c", 200)))
+    paths = [0.5, [0, a, 1, b], 0.5, c]
+    keys = {"train_paths": [a], "valid_paths": paths}
+    valid = build(**keys, sizes={"valid_samples": None}).valid
+    padding = {0}
+    assert documents_of(valid) - padding == {100, 101, 102, 200, 201, 202}
 
 
 def test_the_cache_changes_no_row(tmp_path):

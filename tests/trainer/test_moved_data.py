@@ -1,11 +1,13 @@
 """A run goes on with its data in another folder, if the contents are the same."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from jaxtron.errors import CheckpointError
+from jaxtron.resume import check_continuation, run_meta
 from tests.trainer.runs import make_config, make_trainer
 
 CUT = {"exit_interval": 3, "num_microbatches": 1}
@@ -22,6 +24,22 @@ def moved_corpus(folder: Path, change: int | None = None) -> str:
         data[change] ^= 1
         (other / "text.bin").write_bytes(data)
     return str(other / "text")
+
+
+@pytest.mark.parametrize(
+    "now, accepted",
+    [
+        ([0.3, "x", 0.7, [1, "y", 2, "z"]], True),
+        ([0.3, "x", 0.7, [2, "y", 1, "z"]], False),
+        ([0.3, "x", 0.7, "y"], False),
+    ],
+)
+def test_nested_blends_may_move_but_keep_their_weights(tmp_path, now, accepted):
+    config = make_config(tmp_path, data={"paths": [0.3, "a", 0.7, [1, "b", 2, "c"]]})
+    meta = run_meta(config, 0, None, [1, 2, 3])
+    moved = make_config(tmp_path, data={"paths": now})
+    with nullcontext() if accepted else pytest.raises(CheckpointError, match=r"data\.paths"):
+        check_continuation(moved, meta, "there", [1, 2, 3])
 
 
 def test_moved_data_is_accepted_and_changed_data_refused(tmp_path, caplog) -> None:
