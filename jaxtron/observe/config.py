@@ -34,7 +34,7 @@ class ObserveConfig:
         """Refuse combinations that cannot work.
 
         Raises:
-            ConfigError: ``profile_steps`` runs backwards, or has nowhere to write; ``dir`` is a URL.
+            ConfigError: ``profile_steps`` runs backwards or has no folder; ``dir`` is a URL.
         """
         refuse_url("observe.dir", self.dir)
         if self.profile_steps is None:
