@@ -19,6 +19,7 @@ It is called once for each split that the run needs; `split` is `train`, `valid`
 rows in the same order; jaxtron reads only those that belong to the process.
 """
 
+import inspect
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,18 +127,31 @@ def load_custom_source(
     """Call the factory that `source`, `module:function`, names; see the module's description.
 
     Raises:
-        ConfigError: it has another form, or there is no such module or function.
+        ConfigError: it has another form, there is no such module or function, or the function
+            does not take these arguments.
         DataError: what it returns has no length or no rows.
     """
     factory = import_function("data.source", source, ("indexed", "chat", "synthetic"))
-    rows = factory(
-        split,
-        num_samples=num_samples,
-        seq_length=seq_length,
-        vocab_size=vocab_size,
-        seed=seed,
-        **options,
-    )
+    arguments = {
+        "num_samples": num_samples,
+        "seq_length": seq_length,
+        "vocab_size": vocab_size,
+        "seed": seed,
+    }
+    if taken := sorted(arguments.keys() & options.keys()):
+        raise ConfigError(
+            f"data.source_options: {', '.join(taken)} comes from other keys of the configuration "
+            f"({source} gets num_samples, seq_length, vocab_size and seed in any case)"
+        )
+    arguments |= options
+    try:
+        inspect.signature(factory).bind(split, **arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"data.source {source} cannot be called with {', '.join(arguments)}: {error}; "
+            "data.source_options holds its own arguments"
+        ) from error
+    rows = factory(split, **arguments)
     if rows is None:
         return None
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):

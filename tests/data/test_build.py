@@ -261,6 +261,19 @@ def test_a_dataset_from_outside_is_plugged_in_by_name(outside):
         build(**outside, sizes={"test_samples": 4})
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "missing a required .*argument: 'step'; data.source_options"),
+        ({"step": 2, "stap": 3}, "got an unexpected keyword argument 'stap'"),
+        ({"step": 2, "seed": 3}, "data.source_options: seed comes from other keys"),
+    ],
+)
+def test_wrong_options_of_a_source_from_outside_are_named(outside, options, message):
+    with pytest.raises(ConfigError, match=message):
+        build(**outside | {"source_options": options})
+
+
 def test_rows_from_outside_are_checked(outside):
     with pytest.raises(DataError, match=r"labels\[7\] of row 1 is 17.*ids 0 to 16"):
         build(**outside, vocab_size=17).train[1]
