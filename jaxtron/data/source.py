@@ -26,7 +26,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxtron.data.masks import Row, RowFormat
-from jaxtron.errors import DataError
+from jaxtron.errors import ConfigError, DataError
 from jaxtron.plugins import import_function
 
 
