@@ -37,8 +37,7 @@ from jaxtron.models.architectures import ARCHITECTURES
 from jaxtron.models.model import Model
 from jaxtron.objective import Objective
 from jaxtron.optim.clip import clip_by_global_norm
-from jaxtron.optim.optimizer import ROWS_APART, make_optimizer
-from jaxtron.optim.schedule import learning_rate_schedule
+from jaxtron.optim.optimizer import ROWS_APART, make_optimizer, plan_rates
 from jaxtron.optim.streamed import StreamedUpdate
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.context.attention import ContextAttention
@@ -170,9 +169,7 @@ class Program:
         )
         logical = split_buffers(self.model.logical)[0]
         self.optimizer = build_optimizer(logical_axes=logical)
-        self.schedule = learning_rate_schedule(
-            config.optimizer, total_steps=plan_length, position=position
-        )
+        self.rates = plan_rates(config.optimizer, total_steps=plan_length, position=position)
         self.specs = jax.tree.map(lambda lay: lay.stored_spec, self.layouts, is_leaf=is_layout)
         param_shardings = jax.tree.map(
             lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
@@ -502,7 +499,7 @@ class Program:
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "lr": self.schedule(state["updates"]),
+            **{name: rate(state["updates"]) for name, rate in self.rates.items()},
             "tokens": tokens,
             "skipped": jnp.int32(1) - applies,
             **work,

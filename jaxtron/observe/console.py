@@ -13,6 +13,10 @@ from jaxtron.observe.records import Scalar
 from jaxtron.observe.throughput import Keys, Throughput
 
 
+_PLANS = {"decoupled_lr": "decoupled learning rate", "weight_decay": "weight decay"}
+"""Words of the line for what a plan gives, if the run has one."""
+
+
 class Console:
     """Prints lines to standard output and keeps a progress bar at the foot of a terminal."""
 
@@ -87,6 +91,7 @@ class LogLine:
             f"elapsed time per iteration (ms): {seconds / len(steps) * 1e3:.1f}",
             f"throughput per GPU (TFLOP/s/GPU): {_fixed(rates['tflops_per_gpu'])}",
             f"learning rate: {last['lr']:.6E}",
+            *(f"{words}: {last[name]:.6E}" for name, words in _PLANS.items() if name in last),
             f"global batch size: {last['global_batch_size']:5d}",
             f"lm loss: {loss:.6E}",
         ]

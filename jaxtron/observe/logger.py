@@ -84,8 +84,9 @@ class RunLogger:
         """Record one training step.
 
         Args:
-            metrics: the keys of :data:`STEP_KEYS` and any other scalars (``loss_scale``,
-                ``num_zeros``, ``params_norm`` and ``skipped`` also appear in the log line).
+            metrics: the keys of :data:`STEP_KEYS` and any other scalars (``decoupled_lr``,
+                ``weight_decay``, ``loss_scale``, ``num_zeros``, ``params_norm`` and ``skipped``
+                also appear in the log line).
                 ``loss`` [nats per token]; ``tokens``: of this step on all devices together, of
                 packed rows those of documents, with ``causal_keys`` and ``full_keys``;
                 ``consumed_samples`` and ``step``: counted to the end of this step;

@@ -27,7 +27,7 @@ from jaxtron.optim.adafactor import adafactor
 from jaxtron.optim.adam import adamw
 from jaxtron.optim.config import OptimizerConfig
 from jaxtron.optim.decay_mask import decay_mask
-from jaxtron.optim.decoupled_lr import with_decoupled_lr
+from jaxtron.optim.decoupled_lr import decoupled_config, with_decoupled_lr
 from jaxtron.optim.lion import lion
 from jaxtron.optim.muon import check_muon, muon
 from jaxtron.optim.plan import Plan
@@ -93,6 +93,25 @@ def make_optimizer(
         )
 
     return with_decoupled_lr(config, logical_axes, build)
+
+
+def plan_rates(
+    config: OptimizerConfig, *, total_steps: int, position: Schedule | None = None
+) -> dict[str, Schedule]:
+    """What the plans give, by its name in the metrics, as functions of the count of updates.
+
+    ``lr`` always; ``decoupled_lr`` and ``weight_decay`` where the configuration has a plan of them.
+    """
+    rates = {"lr": learning_rate_schedule(config, total_steps=total_steps, position=position)}
+    decoupled = decoupled_config(config)
+    if decoupled is not None:
+        rates["decoupled_lr"] = learning_rate_schedule(
+            decoupled, total_steps=total_steps, position=position
+        )
+    decay = weight_decay_schedule(config, total_steps=total_steps, position=position)
+    if callable(decay):
+        rates["weight_decay"] = decay
+    return rates
 
 
 def find_factory(config: OptimizerConfig) -> OptimizerFactory:

@@ -58,6 +58,33 @@ def test_one_line_a_step_with_every_key_also_after_a_resume(tmp_path):
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 
+def test_plans_of_the_embedding_and_of_weight_decay_are_in_the_records_and_lines(tmp_path, capsys):
+    train(
+        tmp_path,
+        train={"steps": 4},
+        optimizer={
+            "lr": 0.01,
+            "min_lr": 0.001,
+            "lr_warmup_steps": 1,
+            "lr_decay_steps": 4,
+            "lr_decay_style": "linear",
+            "decoupled_lr": 0.02,
+            "decoupled_min_lr": 0.005,
+            "weight_decay_incr_style": "linear",
+            "start_weight_decay": 0.1,
+            "end_weight_decay": 0.5,
+        },
+    )
+    lines = steps(tmp_path)
+    for name, values in {
+        "lr": [0, 0.01, 0.007, 0.004],
+        "decoupled_lr": [0, 0.02, 0.015, 0.01],
+        "weight_decay": [0.1, 0.2, 0.3, 0.4],
+    }.items():
+        np.testing.assert_allclose([line[name] for line in lines], values, rtol=1e-6, atol=0)
+    assert "decoupled learning rate: 1.000000E-02 | weight decay: 4" in capsys.readouterr().out
+
+
 def test_the_written_configuration_reproduces_the_run(tmp_path):
     train(tmp_path, train={"exit_interval": 2})
     written = tmp_path / "run" / "config.yaml"
