@@ -12,7 +12,6 @@ from tqdm import tqdm
 from jaxtron.observe.records import Scalar
 from jaxtron.observe.throughput import Keys, Throughput
 
-
 _PLANS = {"decoupled_lr": "decoupled learning rate", "weight_decay": "weight decay"}
 """Words of the line for what a plan gives, if the run has one."""
 
