@@ -60,7 +60,7 @@ class Attention(nnx.Module):
         ``layer`` is the layer's number in the whole model.
         """
         region, groups = inputs.region, self.config.query_groups
-        x = region.gather_sequence(x)
+        x = region.gather_parts(x)
         query_w = self.query.get_value()
         heads = query_w.shape[1]
         split = heads < self.config.num_attention_heads
@@ -69,6 +69,7 @@ class Attention(nnx.Module):
             return region.own_groups(w, groups, axis) if split else w
 
         q, key_value = linear(x, [query_w, self.key_value.get_value()], own=[None, (own_groups, 1)])
+        q, key_value = region.join(q), region.join(key_value)
         k, v = (t.squeeze(2) for t in lax.split(key_value, (1, 1), axis=2))
         if self.config.add_bias_linear or self.config.add_qkv_bias:
             bias = own_groups(self.key_value_bias[...], axis=1).astype(x.dtype)
@@ -83,8 +84,8 @@ class Attention(nnx.Module):
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
         core = inputs.attend(q, k, v, drop)
-        (y,) = linear(core, [self.output.get_value()], inputs=2)
-        y = region.reduce_sequence(y, partial=split)
+        (y,) = linear(region.cut(core), [self.output.get_value()], inputs=2)
+        y = region.reduce_parts(y, partial=split)
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)
         return y

@@ -46,7 +46,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
-        x = inputs.region.gather_sequence(x)
+        x = inputs.region.gather_parts(x)
         up, down = self.up.get_value(), self.down.get_value()
         plain = self.config.gated and not self.config.add_bias_linear
         if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
@@ -58,7 +58,7 @@ class MLP(nnx.Module):
             u = checkpoint_name(u, "mlp_up")
             u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
             (y,) = linear(u, [down])
-        y = inputs.region.reduce_sequence(y, partial=down.shape[0] < self.ffn_hidden_size)
+        y = inputs.region.reduce_parts(y, partial=down.shape[0] < self.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
         return y

@@ -66,30 +66,53 @@ class Region:
         live = self.live(axes)
         return lax.pmax(lax.stop_gradient(x), live) if live else lax.stop_gradient(x)
 
-    def gather_sequence(self, x: jax.Array) -> jax.Array:
-        """Enter a tensor-parallel block: ``[b, s/tensor, ...] -> [b, s, ...]``.
+    def gather_parts(self, x: jax.Array) -> jax.Array:
+        """Enter a tensor-parallel block: ``[b, s/tensor, ...] -> [tensor, b, s/tensor, ...]``.
 
-        Without sequence parallelism the stream is whole already. The name keeps the result from
-        being gathered again where a backward pass repeats data movement (``layers/remat.py``).
+        The first dimension counts the parts of the sequence, as they arrive: nothing is moved to
+        join them, and what treats tokens alike can go on from here. :meth:`join` makes sequences of
+        them. Without sequence parallelism the stream is whole already, ``[b, s, ...]``, and stays.
+        The name keeps the result from being gathered again where a backward pass repeats data
+        movement (``layers/remat.py``).
         """
         if not self.sequence_parallel:
             return x
-        return checkpoint_name(lax.all_gather(x, "tensor", axis=1, tiled=True), "gathered_sequence")
+        return checkpoint_name(lax.all_gather(x, "tensor"), "gathered_sequence")
 
-    def reduce_sequence(self, x: jax.Array, partial: bool = True) -> jax.Array:
-        """Leave a tensor-parallel block: sum partial ``[b, s, ...]`` over ``tensor``.
+    def join(self, x: jax.Array) -> jax.Array:
+        """Whole sequences ``[b, s, ...]`` of the parts that :meth:`gather_parts` makes."""
+        if not self.sequence_parallel:
+            return x
+        parts, rows, length, *rest = x.shape
+        return x.swapaxes(0, 1).reshape(rows, parts * length, *rest)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """The inverse of :meth:`join`."""
+        if not self.sequence_parallel:
+            return x
+        rows, length, *rest = x.shape
+        return x.reshape(rows, self.tensor, length // self.tensor, *rest).swapaxes(0, 1)
+
+    def reduce_parts(self, x: jax.Array, partial: bool = True) -> jax.Array:
+        """Leave a tensor-parallel block: sum over ``tensor`` what :meth:`gather_parts` entered.
 
         The result is the residual stream's form: ``[b, s/tensor, ...]`` with sequence parallelism,
         ``[b, s, ...]`` without. ``partial`` is False for a block whose weights every member holds
         whole (``parallel.rules``): each has the complete sum, and nothing is added.
         """
-        if self.tensor == 1:
-            return x
-        if not partial:
-            return self.own_sequence(x, axis=1)
         if not self.sequence_parallel:
-            return lax.psum(x, "tensor")
-        return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+            return lax.psum(x, "tensor") if partial and self.tensor > 1 else x
+        if not partial:
+            return lax.dynamic_index_in_dim(x, lax.axis_index("tensor"), 0, keepdims=False)
+        return lax.psum_scatter(x, "tensor")
+
+    def gather_sequence(self, x: jax.Array) -> jax.Array:
+        """Whole sequences of the residual stream: ``[b, s/tensor, ...] -> [b, s, ...]``."""
+        return self.join(self.gather_parts(x))
+
+    def reduce_sequence(self, x: jax.Array) -> jax.Array:
+        """Sum partial whole sequences ``[b, s, ...]`` over ``tensor`` to the residual stream."""
+        return self.reduce_parts(self.cut(x))
 
     def own_sequence(self, x: jax.Array, axis: int) -> jax.Array:
         """The part of a whole-sequence array that matches this device's residual stream."""

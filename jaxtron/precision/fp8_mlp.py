@@ -26,7 +26,7 @@ def fp8_gated_mlp(
     """``(activation(x gate) * x up) down``; the activation in fp32, rounded once.
 
     Args:
-        x: ``[b, s, h]``.
+        x: ``[..., h]``.
         up: ``[h, 2, f]``, gate and up.
         down: ``[f, h]``.
         activation: of the gate, a name as ``model.activation``.
