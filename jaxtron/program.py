@@ -147,7 +147,9 @@ class Program:
                 device=devices[0],
             ),
         )
-        self.executor: Sequential | Pipelined = Sequential(self.plan)
+        self.executor: Sequential | Pipelined = Sequential(
+            self.plan, config.train.microbatches_at_once
+        )
         if self.sizes["pipeline"] > 1:
             make_schedule = functools.partial(
                 find_schedule(parallel.pipeline_schedule),

@@ -31,6 +31,13 @@ class TrainConfig:
     num_microbatches: int | None = key(
         None, "Microbatches per step; give this or micro_batch_size.", ge=1
     )
+    microbatches_at_once: int = key(
+        1,
+        "Microbatches computed side by side, so that collectives of one (of tensor, context and "
+        "expert parallelism) run beside the products of another. Memory holds the activations of "
+        "all of them.",
+        ge=1,
+    )
     seed: int = key(1234, "Seed of initial weights, data order and dropout.", ge=0)
     layer_loop: Literal["auto", "scan", "unroll"] = key(
         "auto",

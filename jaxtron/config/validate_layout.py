@@ -178,6 +178,30 @@ def _batch_divides(config: Config, axes: Axes) -> Iterator[str]:
         yield str(error)
 
 
+def _microbatches_at_once_exist(config: Config, axes: Axes) -> Iterator[str]:
+    together = config.train.microbatches_at_once
+    if together == 1:
+        return
+    if axes["pipeline"] > 1:
+        yield (
+            f"train.microbatches_at_once is {together}, but with parallel.pipeline "
+            f"{axes['pipeline']} the schedule says which microbatches are computed beside each "
+            "other: set train.microbatches_at_once to 1"
+        )
+    if config.parallel.dynamic_context:
+        return  # the scheduler makes the microbatches
+    try:
+        count = batch_layout(config, axes).num_microbatches
+    except ConfigError:
+        return  # reported with the batch
+    if count < together:
+        yield (
+            f"train.microbatches_at_once is {together}, but a step has {count} "
+            f"microbatch{'es' if count > 1 else ''}: make train.micro_batch_size smaller, or set "
+            f"train.microbatches_at_once to {count}"
+        )
+
+
 def _layers_fit_stages(config: Config, axes: Axes) -> Iterator[str]:
     parallel, stages = config.parallel, axes["pipeline"]
     chunks = parallel.virtual_pipeline
@@ -236,6 +260,7 @@ AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _context_strategy_fits,
     _recompute_names_exist,
     _batch_divides,
+    _microbatches_at_once_exist,
     _layers_fit_stages,
     _schedule_runs_microbatches,
 )

@@ -158,9 +158,17 @@ class GradientPlan:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Runs a step's microbatches one after the other, all layers on every device."""
+    """Runs a step's microbatches in their order, all layers on every device.
+
+    Attributes:
+        plan: of the gradients.
+        at_once: microbatches in one turn of the loop. They do not depend on each other, so that the
+            compiler can put one's collectives beside another's products; their gradients are added
+            one by one, in the same order as without.
+    """
 
     plan: GradientPlan
+    at_once: int = 1
 
     def value_and_gradients(
         self,
@@ -213,7 +221,7 @@ class Sequential:
                 return accumulate(total, one(microbatch, earlier)), None
 
             if count is None:
-                (grads, reports), _ = lax.scan(body, start, microbatches)
+                (grads, reports), _ = lax.scan(body, start, microbatches, unroll=self.at_once)
             else:
 
                 def numbered(i: jax.Array, total: Any) -> Any:
@@ -222,7 +230,16 @@ class Sequential:
                     )
                     return body(total, microbatch)[0]
 
-                grads, reports = lax.fori_loop(0, count, numbered, start)
+                def turn(i: jax.Array, total: Any) -> Any:
+                    for j in range(self.at_once):
+                        total = numbered(i * self.at_once + j, total)
+                    return total
+
+                turns = count // self.at_once
+                grads, reports = lax.fori_loop(0, turns, turn, start)
+                if self.at_once > 1:
+                    rest = (turns * self.at_once, count, numbered, (grads, reports))
+                    grads, reports = lax.fori_loop(*rest)
         return reports, plan.finish(grads), plan.measured(grads, scales)
 
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:

@@ -19,6 +19,18 @@ DYNAMIC = ["parallel.dynamic_context=true", "data.eod_token=0"] + [
 
 # (overrides, devices, words of the message, overrides that fix it)
 REFUSED = {
+    "more_microbatches_at_once_than_there_are": (
+        ["train.num_microbatches=1", "train.microbatches_at_once=2"],
+        8,
+        ["train.microbatches_at_once is 2", "a step has 1 microbatch:"],
+        ["train.microbatches_at_once=1"],
+    ),
+    "microbatches_at_once_on_a_pipeline": (
+        ["parallel.pipeline=2", "train.num_microbatches=4", "train.microbatches_at_once=2"],
+        2,
+        ["train.microbatches_at_once is 2", "parallel.pipeline 2"],
+        ["train.microbatches_at_once=1"],
+    ),
     "dynamic_context_on_a_pipeline": (
         [*DYNAMIC, "parallel.context=2", "parallel.pipeline=2"],
         8,

@@ -30,7 +30,8 @@ ARMS: dict[str, dict[str, Any]] = {
             "data": 2,
             "fsdp": 2,
             "data_sharding": "optim_grads_params",
-        }
+        },
+        "train": {"microbatches_at_once": 2},
     },
     "all_gather 2, expert 2": {
         "parallel": {"context": 2, "expert": 2, "data": 2},
@@ -66,7 +67,11 @@ def config_of(arm: str, dynamic: bool) -> Any:
         model=model,
         parallel=parallel,
         data=PACKED,
-        train={"global_batch_size": ROWS, "num_microbatches": None},
+        train={
+            "global_batch_size": ROWS,
+            "num_microbatches": None,
+            **(raw.get("train", {}) if dynamic else {}),
+        },
     )
 
 
