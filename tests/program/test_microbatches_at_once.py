@@ -22,7 +22,8 @@ from tests.program.forward import random_state
 def test_a_step_is_that_of_one_microbatch_after_the_other(parallel: dict, train: dict) -> None:
     raw = {"train": {**train, "layer_loop": "unroll"}}
     plain = {"train": {"num_microbatches": train["num_microbatches"]}}
-    assert_parity(run(parallel, jax.devices()[: 2 * parallel.get("fsdp", 1)], **raw), reference(**plain))
+    devices = jax.devices()[: 2 * parallel.get("fsdp", 1)]
+    assert_parity(run(parallel, devices, **raw), reference(**plain))
 
 
 def test_one_turn_of_the_loop_holds_as_many_as_asked() -> None:
@@ -30,9 +31,7 @@ def test_one_turn_of_the_loop_holds_as_many_as_asked() -> None:
         train = {"num_microbatches": 4, "microbatches_at_once": at_once, "layer_loop": "unroll"}
         config = make_config(model={"num_layers": 1}, train=train)
         program = Program(config, jax.devices()[:1])
-        step = program.train_step.lower(
-            random_state(program), rows_of(program, make_batch(config))
-        )
+        step = program.train_step.lower(random_state(program), rows_of(program, make_batch(config)))
         return step.compile().as_text().count(" dot(")
 
     one, two = products(1), products(2)
