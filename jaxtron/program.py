@@ -43,6 +43,7 @@ from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
 from jaxtron.parallel.microbatches import GradientPlan, Sequential
+from jaxtron.parallel.overlap import plan_overlap
 from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.parallel.pipeline.executor import Pipelined
 from jaxtron.parallel.pipeline.layout import place_layers
@@ -148,7 +149,9 @@ class Program:
             ),
         )
         self.executor: Sequential | Pipelined = Sequential(
-            self.plan, config.train.microbatches_at_once
+            self.plan,
+            config.train.microbatches_at_once,
+            plan_overlap(parallel, self.sizes, unroll=unroll, platform=platform),
         )
         if self.sizes["pipeline"] > 1:
             make_schedule = functools.partial(

@@ -27,6 +27,16 @@ class ParallelConfig:
     reshard_after_forward: bool = key(
         True, "With optim_grads_params: free gathered weights after the forward, gather again."
     )
+    overlap_param_gather: bool | None = key(
+        None,
+        "Gather later layers' weights while the first microbatch computes; null: on GPUs, where "
+        "they are gathered before a step and the loop over layers is unrolled.",
+    )
+    overlap_grad_reduce: bool | None = key(
+        None,
+        "Sum later layers' gradients over devices while the last microbatch's backward pass goes "
+        "on; null: on GPUs, where they are summed once a step and the layers are unrolled.",
+    )
     context_strategy: ContextStrategy = key(
         "all_gather",
         "How attention reaches the other parts of the sequence: gather keys and values, pass them "

@@ -18,6 +18,7 @@ from jaxtron.parallel.data_sharding import (
     scatter_gradient,
     sum_gradient,
 )
+from jaxtron.parallel.overlap import NO_OVERLAP, Overlap
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.region import Region
 from jaxtron.precision.fp8_delayed import Scales
@@ -165,10 +166,12 @@ class Sequential:
         at_once: microbatches in one turn of the loop. They do not depend on each other, so that the
             compiler can put one's collectives beside another's products; their gradients are added
             one by one, in the same order as without.
+        overlap: which microbatches stand outside of the loop.
     """
 
     plan: GradientPlan
     at_once: int = 1
+    overlap: Overlap = NO_OVERLAP
 
     def value_and_gradients(
         self,
@@ -221,7 +224,7 @@ class Sequential:
                 return accumulate(total, one(microbatch, earlier)), None
 
             if count is None:
-                (grads, reports), _ = lax.scan(body, start, microbatches, unroll=self.at_once)
+                grads, reports = self._loop(body, start, microbatches)
             else:
 
                 def numbered(i: jax.Array, total: Any) -> Any:
@@ -241,6 +244,26 @@ class Sequential:
                     rest = (turns * self.at_once, count, numbered, (grads, reports))
                     grads, reports = lax.fori_loop(*rest)
         return reports, plan.finish(grads), plan.measured(grads, scales)
+
+    def _loop(self, body: Callable[..., Any], total: Any, microbatches: Any) -> Any:
+        """``total`` after ``body`` has added each of the microbatches to it."""
+        count = jax.tree.leaves(microbatches)[0].shape[0]
+        head = int(self.overlap.param_gather)
+        tail = count - int(self.overlap.grad_reduce)
+
+        def add(i: int, total: Any) -> Any:
+            return body(total, jax.tree.map(lambda a: a[i], microbatches))[0]
+
+        if head:
+            total = add(0, total)
+        if head < tail:
+            middle = jax.tree.map(lambda a: a[head:tail], microbatches)
+            total, _ = lax.scan(body, total, middle, unroll=self.at_once)
+        if tail < count:
+            # else its forward pass would go ahead, and its activations lie beside the others'
+            microbatches, total = lax.optimization_barrier((microbatches, total))
+            total = add(tail, total)
+        return total
 
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:
         """Sum over microbatches of what the head reports; forward passes alone."""
