@@ -24,6 +24,14 @@ class RuntimeConfig:
         "The same bits in every run of the same job on the same machines: on GPUs only "
         "deterministic kernels, chosen without timing them.",
     )
+    gpu_memory_fraction: float | None = key(
+        0.92,
+        "Share of each GPU's memory that JAX reserves at the start, unless "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION is set; the rest is for NCCL and the driver. null: JAX's "
+        "setting (0.75).",
+        gt=0,
+        le=1,
+    )
     matmul_precision: Literal["default", "high", "highest"] | None = key(
         None, "Precision of fp32 matrix products (highest: no TF32); null: JAX's setting."
     )

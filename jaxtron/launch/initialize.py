@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # this is exceeded, so it is generous.
 _JAX_MEETING_S = 120
 
+MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
 
 def launch(runtime: RuntimeConfig) -> LaunchPlan:
     """Plan from the environment and initialize: what a program calls before any use of a device.
@@ -48,8 +50,8 @@ def initialize(
 
     Args:
         plan: from :func:`plan_launch`.
-        runtime: cpu_devices, xla_flags, deterministic, matmul_precision, compilation_cache_dir,
-            initialization_timeout_s and heartbeat_timeout_s.
+        runtime: cpu_devices, xla_flags, deterministic, gpu_memory_fraction, matmul_precision,
+            compilation_cache_dir, initialization_timeout_s and heartbeat_timeout_s.
         compute_capability: of the GPUs, for the table of compiler flags; None: none apply.
 
     Raises:
@@ -62,6 +64,8 @@ def initialize(
     if plan.num_processes > 1 or plan.local_device_ids is not None:
         log.info("launch: %s", plan.describe())
     _set_xla_flags(plan, runtime, compute_capability)
+    if runtime.gpu_memory_fraction is not None and not xla_bridge.backends_are_initialized():
+        os.environ.setdefault(MEMORY_FRACTION, str(runtime.gpu_memory_fraction))
     _set_devices(plan, runtime)
     if runtime.matmul_precision is not None:
         jax.config.update("jax_default_matmul_precision", runtime.matmul_precision)

@@ -71,22 +71,25 @@ def test_a_process_alone_gives_up_and_names_the_coordinator_and_the_missing_one(
 
 
 FLAGS = """
+import os
 import jax
 from jaxtron.launch import RuntimeConfig
 from jaxtron.launch.initialize import launch
 launch(RuntimeConfig(xla_flags={%r: 1}, cpu_devices=3, matmul_precision="high",
                      compilation_cache_dir="cache"))
-print(jax.device_count(), jax.config.jax_default_matmul_precision)
+print(jax.device_count(), jax.config.jax_default_matmul_precision,
+      os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"])
 jax.jit(lambda x: x + 1)(jax.numpy.ones(3))
 """
 
 
 def test_settings_reach_xla_and_jax_although_jax_was_imported_before(tmp_path):
-    [result] = run_processes(
-        ["-c", FLAGS % "xla_cpu_enable_fast_math"], [{}], timeout_s=60, cwd=tmp_path
-    )
-    assert result.returncode == 0, result
-    assert result.stdout.split() == ["3", "high"]
+    for given, fraction in (({}, "0.92"), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, "0.5")):
+        [result] = run_processes(
+            ["-c", FLAGS % "xla_cpu_enable_fast_math"], [given], timeout_s=60, cwd=tmp_path
+        )
+        assert result.returncode == 0, result
+        assert result.stdout.split() == ["3", "high", fraction]
     assert any((tmp_path / "cache").iterdir())
     # XLA stops at flags that it does not know, so it did read ours.
     [result] = run_processes(["-c", FLAGS % "xla_no_such_flag"], [{}], timeout_s=60, cwd=tmp_path)
