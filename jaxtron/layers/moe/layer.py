@@ -73,7 +73,8 @@ class MoE(nnx.Module):
         region = inputs.region
         tokens = Tokens(region, whole=self.experts.split)
         t = tokens.enter(x)
-        routing = self.router(t, tokens, inputs, layer)
+        with jax.named_scope("router"):
+            routing = self.router(t, tokens, inputs, layer)
         y = self._apply_experts(t, routing.experts, routing.weights, inputs, tokens)
         y = tokens.leave(y)
         if self.config.moe_shared_expert_intermediate_size is not None:
@@ -133,11 +134,17 @@ class MoE(nnx.Module):
             tokens.region, axes, config.num_experts, most, kernel.strided, kernel.row_tile
         )
         dispatch = DISPATCHERS[config.moe_token_dispatcher_type] if axes else dispatch_local
-        y = dispatch(
-            x.reshape(-1, hidden),
-            experts.reshape(-1, topk),
-            weights.reshape(-1, topk),
-            lambda rows, sizes: self.experts(rows, sizes, kernel),
-            plan,
-        )
+
+        def run(rows: jax.Array, sizes: jax.Array) -> jax.Array:
+            with jax.named_scope("experts"):
+                return self.experts(rows, sizes, kernel)
+
+        with jax.named_scope("dispatch"):
+            y = dispatch(
+                x.reshape(-1, hidden),
+                experts.reshape(-1, topk),
+                weights.reshape(-1, topk),
+                run,
+                plan,
+            )
         return y.reshape(x.shape)
