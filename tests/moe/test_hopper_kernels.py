@@ -70,7 +70,7 @@ def test_fp8_products_are_those_of_every_expert(sizes: tuple[int, ...]) -> None:
             (d_x[rows], g[rows] @ w[e]),
             (d_w[e], x[rows].T @ g[rows]),
         ):
-            # 2**-8 where the result is rounded to bf16, 2**-11 for the tensor cores' own sums of 128
+            # 2**-8: rounding of bf16 results; 2**-11: the tensor cores' own sums of 128
             np.testing.assert_allclose(
                 np.asarray(actual, np.float64), expected / 4, rtol=2**-8 + 2**-11
             )
