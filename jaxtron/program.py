@@ -28,7 +28,12 @@ from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
 from jaxtron.layers.moe.layer import check_dispatcher
-from jaxtron.layers.moe.step import load_metrics, updated_buffers
+from jaxtron.layers.moe.step import (
+    load_metrics,
+    loads_by_name,
+    rows_of_layers,
+    updated_buffers,
+)
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
@@ -114,7 +119,7 @@ class Program:
             sequence_parallel = self.sizes["tensor"] > 1
         self.region = Region(self.sizes, sequence_parallel)
         placement = place_layers(
-            config.model.stacked_layers,
+            config.model.stacked_blocks,
             self.sizes["pipeline"],
             parallel.virtual_pipeline,
             parallel.pipeline_layout,
@@ -139,7 +144,7 @@ class Program:
                 precision,
                 products=getattr(self.model, "products", None),
                 layouts=self.layouts["layers"],
-                num_layers=config.model.stacked_layers,
+                num_layers=config.model.stacked_blocks,
                 rules=self.rules,
                 region=self.region,
                 gathers_in_layer=parallel.data_sharding == "optim_grads_params",
@@ -512,21 +517,18 @@ class Program:
         metrics |= {f"mtp_{i + 1}_loss": entry["loss"] for i, entry in enumerate(ahead)}
         new_buffers = buffers
         if self.config.model.num_experts is not None:
-            first = self.config.model.num_dense_layers
-            order = self.order.layers  # of the layers of one kind
-            places = {first + layer: i for i, layer in enumerate(order) if layer >= 0}
+            model = self.config.model
             metrics |= load_metrics(
-                report["load"],
-                report["loss"],
-                places,
-                per_layer=self.config.model.moe_per_layer_logging,
+                report["load"].reshape(-1, model.num_experts),
+                report["loss"].reshape(-1),
+                rows_of_layers(model, self.order.layers),
+                per_layer=model.moe_per_layer_logging,
             )
             metrics["moe_aux_loss"] += sum(entry["layer"]["loss"] for entry in ahead)
-            loads = {"layers": report["load"]}
+            loads = {"layers": loads_by_name(report["load"], model)}
             loads |= {f"mtp_{i}": entry["layer"]["load"] for i, entry in enumerate(ahead)}
             new_buffers = {
-                part: updated_buffers(value, loads[part], self.config.model)
-                for part, value in buffers.items()
+                part: updated_buffers(value, loads[part], model) for part, value in buffers.items()
             }
         opt_state = state["opt_state"]
         if self.streamed_update is not None:

@@ -15,6 +15,7 @@ from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.models.config import ModelConfig
 from jaxtron.models.decoder import Decoder
+from jaxtron.models.layer_pattern import layer_name
 from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.precision.dtypes import DTYPES
 from jaxtron.program import Program
@@ -86,23 +87,26 @@ def upcycled(program: Program, dense: Any) -> Any:
         dense: parameters as :func:`abstract_dense` describes them.
     """
     model = program.config.model
-    first, experts = model.num_dense_layers, model.num_experts
+    first, experts, block = model.num_dense_layers, model.num_experts, model.layer_block
     assert experts is not None
 
     def build(dense: Any, seed: Any) -> Any:
         params = program.model.init(jax.random.key(seed))
-        stack = dict(dense["layers"])
         for i in range(first):
-            params[f"dense_{i}"] = jax.tree.map(lambda a, i=i: a[i], stack)
-        mlp = stack.pop("mlp")
-        moe = dict(params["layers"]["moe"])
-        moe["experts"] = {
-            name: jnp.repeat(mlp[name][first:, None], experts, axis=1) for name in ("up", "down")
-        }
-        rest = jax.tree.map(lambda a: a[first:], stack)
+            params[f"dense_{i}"] = jax.tree.map(lambda a, i=i: a[i], dense["layers"])
+        layers: dict[str, Any] = {}
+        for i, has_experts in enumerate(block):
+            new = params["layers"] if len(block) == 1 else params["layers"][layer_name(i)]
+            stack = jax.tree.map(lambda a, i=i: a[first + i :: len(block)], dense["layers"])
+            if has_experts:
+                mlp, moe = stack.pop("mlp"), dict(new["moe"])
+                moe["experts"] = {
+                    name: jnp.repeat(mlp[name][:, None], experts, axis=1) for name in ("up", "down")
+                }
+                stack["moe"] = moe
+            layers = stack if len(block) == 1 else {**layers, layer_name(i): stack}
         parts = {part: value for part, value in dense.items() if part != "layers"}
-        params = {**params, **parts, "layers": {**rest, "moe": moe}}
-        return program.place_params(params)
+        return program.place_params({**params, **parts, "layers": layers})
 
     shardings = program.state_shardings["params"]
     return jax.jit(build, out_shardings=shardings)(dense, program.config.train.seed)

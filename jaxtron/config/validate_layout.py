@@ -215,15 +215,21 @@ def _layers_fit_stages(config: Config, axes: Axes) -> Iterator[str]:
         )
     else:
         try:
-            place_layers(config.model.stacked_layers, stages, chunks, parallel.pipeline_layout)
+            place_layers(config.model.stacked_blocks, stages, chunks, parallel.pipeline_layout)
         except ConfigError as error:
-            dense = config.model.num_dense_layers
-            yield str(error) + (
-                f" (the first {dense} layers, dense by model.moe_layer_freq, belong to the "
-                "embedding and do not count here)"
-                if dense
-                else ""
-            )
+            dense, size = config.model.num_dense_layers, len(config.model.layer_block)
+            notes = []
+            if dense:
+                notes.append(
+                    f"the first {dense} layers, dense by model.moe_layer_freq, belong to the "
+                    "embedding and do not count here"
+                )
+            if size > 1:
+                notes.append(
+                    f"what counts here are blocks of {size} layers, which model.moe_layer_freq "
+                    "repeats: a pipeline cuts between blocks"
+                )
+            yield str(error) + "".join(f" ({note})" for note in notes)
 
 
 def _schedule_runs_microbatches(config: Config, axes: Axes) -> Iterator[str]:

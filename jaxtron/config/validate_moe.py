@@ -115,15 +115,14 @@ def _router_keys_agree(config: Config) -> Iterator[str]:
         )
 
 
-def _dense_layers_come_first(config: Config) -> Iterator[str]:
+def _every_layer_has_a_kind(config: Config) -> Iterator[str]:
     model = config.model
     pattern = model.moe_layer_freq
     if isinstance(pattern, int):
-        if pattern != 1:
+        if pattern < 1:
             yield (
-                f"model.moe_layer_freq is {pattern}: layers that alternate between experts and an "
-                "MLP are not available in this version; set it to 1, or to a list of a 0 or 1 for "
-                "each layer with the zeros first"
+                f"model.moe_layer_freq is {pattern}: set it to 1 (every layer has experts), to N "
+                "(layers 0, N, 2 N and so on), or to a list of a 0 or 1 for each layer"
             )
         return
     if len(pattern) != model.num_layers or set(pattern) - {0, 1}:
@@ -131,20 +130,26 @@ def _dense_layers_come_first(config: Config) -> Iterator[str]:
             f"model.moe_layer_freq has {len(pattern)} entries {sorted(set(pattern))} for "
             f"{model.num_layers} layers: give a 0 (dense) or 1 (experts) for each layer"
         )
-    elif pattern != sorted(pattern) or not any(pattern):
+    elif not any(pattern):
         yield (
-            "model.moe_layer_freq has a dense layer after one with experts, or no layer with "
-            "experts; layers of both kinds can run in this version when the dense ones come first: "
-            f"set it to {[0] * pattern.count(0) + [1] * max(pattern.count(1), 1)}"
+            "model.moe_layer_freq has no layer with experts: give one of them a 1, or set "
+            "model.num_experts to null"
         )
 
 
-def _dense_layers_are_not_in_fp8(config: Config) -> Iterator[str]:
-    if config.model.num_dense_layers and has_layer_exceptions(config.precision):
+def _fp8_exceptions_are_for_all_layers(config: Config) -> Iterator[str]:
+    model = config.model
+    if not has_layer_exceptions(config.precision):
+        return
+    why = None
+    if len(model.layer_block) > 1:
+        why = f"blocks of {len(model.layer_block)} layers of both kinds are alike in FP8"
+    elif model.num_dense_layers:
+        why = f"the first {model.num_dense_layers} layers are dense and never in FP8"
+    if why is not None:
         yield (
-            f"the first {config.model.num_dense_layers} layers are dense by model.moe_layer_freq "
-            "and never in FP8: set precision.first_last_layers_bf16 to false, and give "
-            "precision.fp8_exceptions for all layers ('*/mlp/down')"
+            f"by model.moe_layer_freq {why}: set precision.first_last_layers_bf16 to false, and "
+            "give precision.fp8_exceptions for all layers ('*/mlp/down')"
         )
 
 
@@ -282,8 +287,8 @@ MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _choices_fit_experts,
     _router_keys_agree,
     _experts_have_no_biases,
-    _dense_layers_come_first,
-    _dense_layers_are_not_in_fp8,
+    _every_layer_has_a_kind,
+    _fp8_exceptions_are_for_all_layers,
     _latent_attention_keys_agree,
     _latent_products_are_in_bf16,
     _fp8_experts_are_there,

@@ -1,7 +1,7 @@
 """The loop over consecutive layers: a scan or unrolled, with whole layers recomputed in groups."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat, remat_layer
 
 Layer = Callable[[jax.Array, Any, LayerNumber], LayerOutput]
+Block = Sequence[Layer]
 
 
 def unrolls(train: TrainConfig, platform: str, *, layers_differ: bool) -> bool:
@@ -52,9 +53,12 @@ def unrolls(train: TrainConfig, platform: str, *, layers_differ: bool) -> bool:
 
 
 def run_layers(
-    layer: Layer, x: jax.Array, layers: Any, remat: Remat, first: LayerNumber = 0
+    block: Block, x: jax.Array, layers: Any, remat: Remat, first: LayerNumber = 0
 ) -> LayerOutput:
     """Send the residual stream ``x`` through consecutive layers.
+
+    What is stacked are blocks, of one layer in most models; where they have several, "layers" below
+    are blocks, and only ``recompute: full`` without a method and activations by name go by layer.
 
     ``recompute: full`` has Megatron's two forms. ``uniform`` cuts the layers into groups of
     ``num_layers`` (the last may be smaller); of a group only its input is kept, and its layers are
@@ -62,7 +66,8 @@ def run_layers(
     all activations of the rest. On a pipeline both count the layers of one chunk of a stage.
 
     Args:
-        layer: ``(x, weights, number) -> output``; gathers ZeRO-3 weights itself.
+        block: the layers of a block, each ``(x, the block's weights, the block's number) ->
+            output``; they gather ZeRO-3 weights themselves.
         x: ``[b, s/tensor, h]``.
         layers: a list of one tree of weights a layer (the loop is unrolled), or one tree of leaves
             stacked in their first dimension (the loop is a scan).
@@ -74,7 +79,7 @@ def run_layers(
         return LayerOutput(x)
     numbers = jnp.arange(total, dtype=jnp.int32) + first
     if remat.method == "uniform":
-        return _run_groups(layer, x, layers, numbers, remat, min(remat.num_layers or 1, total))
+        return _run_groups(block, x, layers, numbers, remat, min(remat.num_layers or 1, total))
     parts: list[tuple[range, Recompute]]
     if remat.method == "block":
         head = min(remat.num_layers or 1, total)
@@ -85,12 +90,15 @@ def run_layers(
     outputs = []
     for where, recompute in parts:
         if where:
-            wrapped = remat_layer(
-                layer,
-                recompute,
-                drop_gathered=remat.drop_gathered,
-                apart=scanned or remat.passes_apart,
-            )
+            wrapped = [
+                remat_layer(
+                    layer,
+                    recompute,
+                    drop_gathered=remat.drop_gathered,
+                    apart=(scanned and len(block) == 1) or remat.passes_apart,
+                )
+                for layer in block
+            ]
             outputs.append(_loop(wrapped, x, _cut(layers, where), _cut(numbers, where)))
             x = outputs[-1].x
     return _join(outputs)
@@ -112,20 +120,33 @@ def _join(outputs: list[LayerOutput]) -> LayerOutput:
     return LayerOutput(outputs[-1].x, sum(o.piece for o in outputs), report)
 
 
-def _loop(layer: Layer, x: jax.Array, layers: Any, numbers: jax.Array) -> LayerOutput:
-    """Apply ``layer`` to each of ``layers``."""
+def _run_block(block: Block, x: jax.Array, weights: Any, number: LayerNumber) -> LayerOutput:
+    """Apply a block's layers; reports of several are those of its layers with one, stacked."""
+    if len(block) == 1:
+        return block[0](x, weights, number)
+    piece: Any = 0.0
+    reports = []
+    for layer in block:
+        x, more, report = layer(x, weights, number)
+        piece = piece + more
+        reports += [report] if jax.tree.leaves(report) else []
+    return LayerOutput(x, piece, jax.tree.map(lambda *each: jnp.stack(each), *reports))
+
+
+def _loop(block: Block, x: jax.Array, layers: Any, numbers: jax.Array) -> LayerOutput:
+    """Apply ``block`` with each of the weights ``layers``."""
     if isinstance(layers, list):
         piece: Any = 0.0
         reports = []
         for i, weights in enumerate(layers):
-            x, more, report = layer(x, weights, numbers[i])
+            x, more, report = _run_block(block, x, weights, numbers[i])
             piece = piece + more
             reports.append(report)
         return LayerOutput(x, piece, jax.tree.map(lambda *each: jnp.stack(each), *reports))
 
     def body(carry: Any, each: Any) -> Any:
         x, piece = carry
-        x, more, report = layer(x, *each)
+        x, more, report = _run_block(block, x, *each)
         return (x, piece + more), report
 
     (x, piece), report = lax.scan(body, (x, jnp.zeros(())), (layers, numbers))
@@ -133,7 +154,7 @@ def _loop(layer: Layer, x: jax.Array, layers: Any, numbers: jax.Array) -> LayerO
 
 
 def _run_groups(
-    layer: Layer, x: jax.Array, layers: Any, numbers: jax.Array, remat: Remat, size: int
+    block: Block, x: jax.Array, layers: Any, numbers: jax.Array, remat: Remat, size: int
 ) -> LayerOutput:
     """All layers in groups of ``size``, each group wrapped as a whole.
 
@@ -143,8 +164,8 @@ def _run_groups(
     scanned = not isinstance(layers, list)
     wrap = functools.partial(remat_layer, drop_gathered=remat.drop_gathered)
     apart = scanned or remat.passes_apart
-    layer = wrap(layer, "none", apart=apart)
-    group = wrap(functools.partial(_loop, layer), "full", apart=apart)
+    block = [wrap(layer, "none", apart=apart) for layer in block]
+    group = wrap(functools.partial(_loop, block), "full", apart=apart)
     outputs = []
     start = 0
     if scanned:
@@ -160,7 +181,7 @@ def _run_groups(
         (x, piece), report = lax.scan(body, (x, jnp.zeros(())), stacked)
         report = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), report)
         outputs.append(LayerOutput(x, piece, report))
-        group = wrap(functools.partial(_loop, layer), "full", apart=remat.passes_apart)
+        group = wrap(functools.partial(_loop, block), "full", apart=remat.passes_apart)
     for first in range(start, total, size):
         where = range(first, min(first + size, total))
         outputs.append(group(x, _cut(layers, where), _cut(numbers, where)))

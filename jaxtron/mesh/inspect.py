@@ -166,7 +166,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
     rules = make_rules(config.parallel.rules, sizes)
     parallel = config.parallel
     placement = place_layers(
-        config.model.stacked_layers,
+        config.model.stacked_blocks,
         sizes["pipeline"],
         parallel.virtual_pipeline,
         parallel.pipeline_layout,

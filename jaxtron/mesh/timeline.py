@@ -72,7 +72,7 @@ def make_timeline(config: Config, axes: Mapping[str, int]) -> Timeline:
             stages, chunks, batch_layout(config, axes).num_microbatches
         ),
         placement=place_layers(
-            config.model.stacked_layers, stages, chunks, parallel.pipeline_layout
+            config.model.stacked_blocks, stages, chunks, parallel.pipeline_layout
         ),
     )
 

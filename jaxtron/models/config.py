@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from jaxtron.config.fields import key, section
+from jaxtron.models.layer_pattern import Pattern, cut_pattern, layer_pattern
 
 
 @section
@@ -76,7 +77,9 @@ class ModelConfig:
         None, "Experts of an MoE layer, which replace its MLP; null: dense layers.", ge=1
     )
     moe_layer_freq: list[int] | int = key(
-        1, "1: every layer has experts; or 0 (dense) and 1 for each layer, dense ones first."
+        1,
+        "N: layers 0, N, 2 N and so on have experts, the others an MLP; or a list of a 0 (MLP) or "
+        "1 (experts) for each layer.",
     )
     moe_ffn_hidden_size: int | None = key(
         None, "Inner width of an expert; null: ffn_hidden_size.", ge=1
@@ -183,15 +186,23 @@ class ModelConfig:
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers without experts before the first with them, in a model that has experts."""
-        if isinstance(self.moe_layer_freq, int):
-            return 0
-        return self.moe_layer_freq.count(0)
+        """Layers without experts that come first and are parts of their own."""
+        return cut_pattern(self.layer_pattern)[0]
 
     @property
-    def stacked_layers(self) -> int:
-        """Layers of one kind, which a pipeline cuts: all but the dense ones that come first."""
-        return self.num_layers - self.num_dense_layers
+    def layer_pattern(self) -> Pattern:
+        """Per layer 1 (experts) or 0 (an MLP), in a model that has experts."""
+        return layer_pattern(self.num_layers, self.moe_layer_freq)
+
+    @property
+    def layer_block(self) -> Pattern:
+        """Kinds of the layers of a block: the stack's layers are this, again and again."""
+        return cut_pattern(self.layer_pattern)[1]
+
+    @property
+    def stacked_blocks(self) -> int:
+        """Blocks in the stack, which a pipeline cuts; most models' blocks are single layers."""
+        return (self.num_layers - self.num_dense_layers) // len(self.layer_block)
 
     @property
     def expert_ffn(self) -> int:

@@ -1,5 +1,6 @@
 """The decoder-only transformer: GPT-2 to Llama 3."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from jaxtron.layers.remat import Remat
 from jaxtron.layers.rope import rotary_tables
 from jaxtron.layers.transformer_layer import TransformerLayer
 from jaxtron.models.config import ModelConfig
+from jaxtron.models.layer_pattern import layer_name
 from jaxtron.models.model import Fetch, Params
 
 
@@ -43,23 +45,33 @@ def _selective(inputs: LayerInputs, remat: Remat) -> LayerInputs:
     return replace(inputs, attend=attend)
 
 
-def _of_layer(inputs: LayerInputs, place: LayerNumber) -> LayerInputs:
-    """Inputs of the layer that has the given place among those that run."""
+def _of_layer(inputs: LayerInputs, *place: LayerNumber) -> LayerInputs:
+    """Inputs of a layer: of the block with the given place among those that run, and if blocks have
+    several layers, of the one with the given place among its layers with experts."""
     moe = inputs.moe
     if moe is None or moe.earlier is None:
         return inputs
     return replace(inputs, moe=replace(moe, earlier=moe.earlier[place]))
 
 
+def _insert(tree: Params, part: str, value: Any) -> None:
+    """Put a value into a nested dict, under ``layers`` or ``layers/layer_0``."""
+    *above, name = part.split("/")
+    for each in above:
+        tree = tree.setdefault(each, {})
+    tree[name] = value
+
+
 class Decoder:
     """Embedding, a stack of layers, final norm and output layer.
 
     Parameters are a nested dict with the parts ``embedding, layers, final_norm`` and, when untied,
-    ``output``; ``layers`` leaves hold all layers in their first dimension. Dense layers that come
-    before layers with experts are parts of their own, ``dense_0`` and so on, and so are the depths
-    of multi-token prediction, ``mtp_0`` and so on. The methods that compute run inside the manual
-    region, on local shards. Implements
-    :class:`jaxtron.models.model.Model`.
+    ``output``; ``layers`` leaves hold all layers in their first dimension. Where layers with
+    experts and without alternate, ``layers`` has a dict for each layer of the block that repeats,
+    ``layer_0`` and so on, whose leaves hold all blocks. Dense layers that come before layers with
+    experts are parts of their own, ``dense_0`` and so on, and so are the depths of multi-token
+    prediction, ``mtp_0`` and so on. The methods that compute run inside the manual region, on local
+    shards. Implements :class:`jaxtron.models.model.Model`.
 
     Attributes:
         products: per weight of a layer (``attention/query``) that goes through
@@ -74,7 +86,6 @@ class Decoder:
         self.config = config
         self._build: dict[str, Callable[[nnx.Rngs], nnx.Module]] = {
             "embedding": lambda rngs: Embedding(config, rngs),
-            "layers": lambda rngs: self.layer_class(config, rngs),
             "final_norm": lambda rngs: Norm(config, config.hidden_size),
         }
         if config.untie_embeddings_and_output_weights:
@@ -85,7 +96,11 @@ class Decoder:
         self._dense = [f"dense_{i}" for i in range(config.num_dense_layers)]
         for name in self._dense:
             self._build[name] = lambda rngs: self.layer_class(config, rngs, dense=True)
-        stacked_layers = config.num_layers - len(self._dense)
+        self._block = ["layers"]
+        if len(config.layer_block) > 1:
+            self._block = [f"layers/{layer_name(i)}" for i in range(len(config.layer_block))]
+        for name, experts in zip(self._block, config.layer_block, strict=True):
+            self._build[name] = functools.partial(self._stacked_layer, bool(experts))
         self._graphs: dict[str, Any] = {}
         self.shapes: Params = {}
         self.logical: Params = {}
@@ -93,13 +108,14 @@ class Decoder:
         for part, build in self._build.items():
             abstract = nnx.eval_shape(lambda build=build: build(nnx.Rngs(params=0)))
             self._graphs[part], state = nnx.split(abstract, nnx.Param)
-            stack = part == "layers"
-            self.shapes[part] = jax.tree.map(
+            stack = part in self._block
+            shapes = jax.tree.map(
                 lambda s, stack=stack: jax.ShapeDtypeStruct(
-                    (stacked_layers, *s.shape) if stack else s.shape, s.dtype
+                    (config.stacked_blocks, *s.shape) if stack else s.shape, s.dtype
                 ),
                 nnx.to_pure_dict(state),
             )
+            _insert(self.shapes, part, shapes)
             names: Params = {}
             for path, variable in nnx.to_flat_state(state):
                 node = names
@@ -108,9 +124,15 @@ class Decoder:
                 metadata = variable.get_metadata()
                 logical = tuple(metadata["logical"])
                 if stack and metadata.get("product") is not None:
-                    self.products["/".join(map(str, path))] = metadata["product"]
+                    within = [*part.split("/")[1:], *map(str, path)]
+                    self.products["/".join(within)] = metadata["product"]
                 node[str(path[-1])] = ("layers", *logical) if stack else logical
-            self.logical[part] = names
+            _insert(self.logical, part, names)
+
+    def _stacked_layer(self, experts: bool, rngs: nnx.Rngs) -> Any:
+        """A layer of the block that repeats."""
+        dense = {} if experts else {"dense": True}
+        return self.layer_class(self.config, rngs, **dense)
 
     def init(self, key: jax.Array) -> Params:
         """Initial parameters; they depend on ``key`` and the model's shape alone.
@@ -122,19 +144,22 @@ class Decoder:
         def part(build: Callable[[nnx.Rngs], nnx.Module], key: jax.Array) -> Params:
             return nnx.to_pure_dict(nnx.state(build(nnx.Rngs(params=key)), nnx.Param))
 
-        names = sorted(set(self._build) - set(self._dense) - set(self._ahead))
+        alone = {*self._build} - {*self._dense, *self._ahead, *self._block}
+        names = sorted({*alone, "layers"})
         keys = dict(zip(names, jax.random.split(key, 4), strict=False))
         for i, name in enumerate(self._dense):
             keys[name] = jax.random.fold_in(keys["layers"], i)
         for i, name in enumerate(self._ahead):
             keys[name] = jax.random.fold_in(keys["layers"], self.config.num_layers + i)
-        params = {}
+        params: Params = {}
         for name, build in self._build.items():
-            if name == "layers":
+            if name in self._block:
+                first = len(self._dense) + self._block.index(name)
                 layer_keys = jax.vmap(jax.random.fold_in, (None, 0))(
-                    keys[name], jnp.arange(len(self._dense), self.config.num_layers)
+                    keys["layers"], jnp.arange(first, self.config.num_layers, len(self._block))
                 )
-                params[name] = jax.vmap(lambda k, build=build: part(build, k))(layer_keys)
+                layers = jax.vmap(lambda k, build=build: part(build, k))(layer_keys)
+                _insert(params, name, layers)
             else:
                 params[name] = part(build, keys[name])
         return params
@@ -181,6 +206,8 @@ class Decoder:
     ) -> LayerOutput:
         """Advance ``x [b, s/tensor, h]`` by consecutive layers, beginning with number ``first``.
 
+        Where blocks have several layers, ``layers`` are blocks, and ``first`` is a block's number.
+
         Args:
             layers: weights as copied for compute: a list of one dict a layer (the loop is unrolled)
                 or one dict of stacked leaves (the loop is a scan).
@@ -192,11 +219,19 @@ class Decoder:
         """
         inputs = _selective(inputs, remat)
 
-        def layer(x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
-            module = nnx.merge(self._graphs["layers"], fetch("layers", weights))
-            return module(x, _of_layer(inputs, number - first), number + len(self._dense))
+        size = len(self._block)
 
-        return run_layers(layer, x, layers, remat, first)
+        def layer(i: int, x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
+            part, place = self._block[i], [number - first]
+            if size > 1:
+                weights = weights[layer_name(i)]
+                place.append(sum(self.config.layer_block[:i]))
+            module = nnx.merge(self._graphs[part], fetch(part, weights))
+            own = _of_layer(inputs, *place) if self.config.layer_block[i] else inputs
+            return module(x, own, number * size + i + len(self._dense))
+
+        block = [functools.partial(layer, i) for i in range(size)]
+        return run_layers(block, x, layers, remat, first)
 
     def predict_ahead(
         self,
@@ -218,7 +253,7 @@ class Decoder:
             module = nnx.merge(self._graphs[name], fetch(name, weights))
             return module(x, word, inputs, number)
 
-        out = run_layers(layer, x, [params[name]], remat, self.config.num_layers + depth)
+        out = run_layers([layer], x, [params[name]], remat, self.config.num_layers + depth)
         return out._replace(report=jax.tree.map(lambda a: a[0], out.report))
 
     def final(self, params: Params, fetch: Fetch, x: jax.Array, inputs: LayerInputs) -> jax.Array:

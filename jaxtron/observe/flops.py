@@ -59,8 +59,8 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> FlopsPerToken:
         mlp += model.hidden_size * model.num_experts  # the router
     output = model.hidden_size * model.padded_vocab_size
     dense = model.hidden_size * model.ffn_hidden_size * (3 if model.gated else 2)
-    first = model.num_dense_layers
-    blocks = first * dense + (model.num_layers - first) * mlp
+    without = _layers_without_experts(model)
+    blocks = without * dense + (model.num_layers - without) * mlp
     ahead = model.mtp_num_layers or 0
     deeper = ahead * (2 * model.hidden_size**2 + attention + mlp + output)
     products = model.num_layers * attention + blocks + output + deeper
@@ -85,6 +85,11 @@ def _latent_attention(model: ModelConfig) -> int:
     down = hidden * (latent + model.qk_pos_emb_head_dim)
     up = latent * heads * (model.qk_head_dim + model.v_head_dim)
     return queries + down + up + heads * model.v_head_dim * hidden
+
+
+def _layers_without_experts(model: ModelConfig) -> int:
+    """Layers with an MLP in a model whose others have experts."""
+    return model.layer_pattern.count(0)
 
 
 def _active_ffn(model: ModelConfig) -> int:
@@ -164,8 +169,8 @@ def parameter_count(model: ModelConfig, *, padded_vocab: bool = True) -> int:
         mlp += model.num_experts * (hidden + model.moe_router_enable_expert_bias)
         mlp += hidden * model.moe_shared_expert_gate
 
-    first = model.num_dense_layers
-    layers = first * dense + (model.num_layers - first) * mlp
+    without = _layers_without_experts(model)
+    layers = without * dense + (model.num_layers - without) * mlp
     layers += model.num_layers * (attention + 2 * norm_vectors * hidden)
     # a depth of multi-token prediction: its layer, its projection, three norms
     one = mlp + attention + 2 * norm_vectors * hidden

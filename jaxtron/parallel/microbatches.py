@@ -104,11 +104,16 @@ class GradientPlan:
         return _map(copy, layouts, listed)
 
     def fetch(self, part: str, weights: Params) -> Params:
-        """Weights of ``part`` as a layer uses them; see :class:`jaxtron.models.decoder.Decoder`."""
+        """Weights of ``part`` as a layer uses them; see :class:`jaxtron.models.decoder.Decoder`.
+
+        A part of a part is spelled ``layers/layer_1``.
+        """
         if not self.gathers_in_layer:
             return weights
-        layouts = self.layouts[part]
-        if part == "layers":
+        layouts = self.layouts
+        for name in part.split("/"):
+            layouts = layouts[name]
+        if part.split("/")[0] == "layers":
             layouts = _map(ParamLayout.unstacked, layouts)
 
         def gathered(layout: ParamLayout, w: Any) -> Any:

@@ -94,15 +94,30 @@ REFUSED = {
         ["moe_ffn_hidden_size 6", "parallel.tensor 4"],
         ["parallel.tensor=2"],
     ),
-    "alternating_layers": (
-        [*EXPERTS, "model.moe_layer_freq=2"],
-        ["moe_layer_freq is 2"],
-        ["model.moe_layer_freq=[0, 0, 1, 1]"],
+    "no_layer_with_experts": (
+        [*EXPERTS, "model.moe_layer_freq=[0, 0, 0, 0]"],
+        ["no layer with experts"],
+        ["model.moe_layer_freq=[0, 1, 1, 0]"],
     ),
-    "dense_layer_after_experts": (
-        [*EXPERTS, "model.moe_layer_freq=[0, 1, 0, 1]"],
-        ["dense layer after", "[0, 0, 1, 1]"],
-        ["model.moe_layer_freq=[0, 0, 1, 1]"],
+    "pattern_of_a_number_below_one": (
+        [*EXPERTS, "model.moe_layer_freq=0"],
+        ["moe_layer_freq is 0"],
+        ["model.moe_layer_freq=2"],
+    ),
+    "one_block_on_two_stages": (
+        [*EXPERTS, "model.moe_layer_freq=4", "parallel.pipeline=2"],
+        ["blocks of 4 layers"],
+        ["model.moe_layer_freq=2"],
+    ),
+    "layers_of_both_kinds_and_layers_out_of_fp8": (
+        [
+            *EXPERTS,
+            "model.moe_layer_freq=2",
+            "precision.fp8=current",
+            "precision.fp8_exceptions=['0/*']",
+        ],
+        ["blocks of 2 layers", "'*/mlp/down'"],
+        ["precision.fp8_exceptions=['*/mlp/down']"],
     ),
     "pattern_of_another_length": (
         [*EXPERTS, "model.moe_layer_freq=[0, 1]"],

@@ -59,6 +59,7 @@ LATENT = {
     "moe_router_pre_softmax": True,
     "moe_shared_expert_intermediate_size": 16,
 }
+EVERY_SECOND = {"num_layers": 4, "moe_layer_freq": 2}
 AHEAD = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}
 WHOLE_EXPERTS = {"experts": ["expert", "tensor"], "expert_mlp": None}
 
@@ -79,6 +80,27 @@ LARGE: dict[str, dict[str, Any]] = {
     },
 }
 """Arms on 16 devices."""
+
+ALTERNATING: dict[str, dict[str, Any]] = {
+    "context2-capacity": {
+        "parallel": {"expert": 2, "context": 2},
+        "model": EVERY_SECOND | CAPACITIES["capacity"],
+    },
+    "fsdp2-tensor2": {
+        "parallel": {"expert": 2, "fsdp": 2, "tensor": 2, "data_sharding": "optim_grads"},
+        "model": EVERY_SECOND | DISPATCHERS["allgather"],
+    },
+    "two-chunks-a-stage": {
+        "parallel": {"expert": 2, "pipeline": 2, "virtual_pipeline": 2},
+        "model": EVERY_SECOND | AHEAD | {"num_layers": 8},
+    },
+    "never-repeats": {
+        "parallel": {"expert": 4},
+        "model": BIAS | {"num_layers": 4, "moe_layer_freq": [1, 1, 0, 1]},
+        "train": {"num_microbatches": 2, "recompute": {"mlp_up": "recompute"}},
+    },
+}
+"""Layers with and without experts by turns."""
 
 
 def product() -> dict[str, dict[str, Any]]:

@@ -10,9 +10,11 @@ import pytest
 
 from tests.moe.arms import (
     AHEAD,
+    ALTERNATING,
     BIAS,
     CAPACITIES,
     DISPATCHERS,
+    EVERY_SECOND,
     LARGE,
     LATENT,
     WHOLE_EXPERTS,
@@ -29,6 +31,14 @@ DEFAULT: dict[str, dict[str, Any]] = {
     "expert2-zero3": {
         "parallel": {"expert": 2, "fsdp": 2, "data_sharding": "optim_grads_params"},
         "model": ALLGATHER | CAPACITY,
+    },
+    "every-second-layer-expert2-tensor2-zero3": {
+        "parallel": {"expert": 2, "tensor": 2, "data_sharding": "optim_grads_params"},
+        "model": {
+            **EVERY_SECOND,
+            "moe_layer_freq": [0, 1, 0, 1],
+            "moe_router_load_balancing_type": "global_aux_loss",
+        },
     },
     "expert2-data2-tensor2": {
         "parallel": {"expert": 2, "data": 2, "tensor": 2},
@@ -51,6 +61,11 @@ DEFAULT: dict[str, dict[str, Any]] = {
     "dense-first-expert4-pipeline2-global": {
         "parallel": {"expert": 4, "pipeline": 2},
         "model": LATENT | {"moe_router_load_balancing_type": "global_aux_loss"},
+    },
+    "every-second-layer-expert2-pipeline2": {
+        "parallel": {"expert": 2, "pipeline": 2},
+        "model": EVERY_SECOND | BIAS | DROPOUT,
+        "train": {"num_microbatches": 2, "recompute": "full"},
     },
     "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY | AHEAD},
     "latent-expert2-fsdp2-tensor2-zero3": {
@@ -84,6 +99,12 @@ def test_full_product_equals_one_device(arm: str) -> None:
         check_arm(**product()[arm])
     else:
         _in_a_process(arm, devices)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ALTERNATING)
+def test_alternating_layers_equal_one_device(arm: str) -> None:
+    check_arm(**ALTERNATING[arm])
 
 
 @pytest.mark.slow

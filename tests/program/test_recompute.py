@@ -217,7 +217,7 @@ def test_gathered_weights_are_kept_or_dropped_whatever_is_recomputed(
 
     kept = Remat(remat.recompute, drop_gathered=drop)
     forward = jax.make_jaxpr(
-        lambda x, w: jax.vjp(lambda x, w: run_layers(layer, x, w, kept).x, x, w)[1]
+        lambda x, w: jax.vjp(lambda x, w: run_layers([layer], x, w, kept).x, x, w)[1]
     )(jnp.ones((5, 4)), jnp.ones((LAYERS, 2, 4)))
     kept_shapes = [v.aval.shape for v in forward.jaxpr.outvars]
     assert ((LAYERS, 4, 4) in kept_shapes) is (not drop)

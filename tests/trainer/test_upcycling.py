@@ -6,13 +6,14 @@ import pytest
 from jaxtron.errors import CheckpointError, ConfigError
 from tests.trainer.runs import gathered, make_config, make_trainer, saved_state, train
 
+FOUR = {"num_layers": 4}
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.01}
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
-    train(folder, train={"steps": 2})
+    train(folder, model=FOUR, train={"steps": 2})
     return folder
 
 
@@ -20,7 +21,7 @@ def upcycle(tmp_path, dense, model=EXPERTS, parallel=None):
     return make_trainer(
         make_config(
             tmp_path,
-            model=model,
+            model=FOUR | model,
             parallel=parallel or {},
             checkpoint={"load": str(dense / "checkpoints"), "moe_use_upcycling": True},
         )
@@ -31,17 +32,17 @@ def upcycle(tmp_path, dense, model=EXPERTS, parallel=None):
     ("model", "parallel"),
     [
         (EXPERTS, {"expert": 2, "tensor": 2}),
-        (EXPERTS | {"moe_layer_freq": [0, 1]}, {}),
+        (EXPERTS | {"moe_layer_freq": [0, 1, 1, 1]}, {}),
+        (EXPERTS | {"moe_layer_freq": 2}, {}),
         (EXPERTS, {"pipeline": 2, "expert": 2}),
     ],
-    ids=["expert2-tensor2", "dense first", "pipeline2-expert2"],
+    ids=["expert2-tensor2", "dense first", "every second layer", "pipeline2-expert2"],
 )
 def test_it_computes_what_the_dense_model_does(tmp_path, dense, model, parallel) -> None:
     """The weights of a token's experts add up to 1, and all experts are alike."""
-    before = make_trainer(make_config(tmp_path, train={"steps": 2}))
-    start, _, _ = make_trainer(
-        make_config(tmp_path, checkpoint={"load": str(dense / "checkpoints"), "finetune": True})
-    )._start()
+    before = make_trainer(make_config(tmp_path, model=FOUR, train={"steps": 2}))
+    loaded = {"load": str(dense / "checkpoints"), "finetune": True}
+    start, _, _ = make_trainer(make_config(tmp_path, model=FOUR, checkpoint=loaded))._start()
     after = upcycle(tmp_path, dense, model, parallel)
     state, step, consumed = after._start()
     assert (step, consumed, int(state["step"])) == (0, 0, 0)
@@ -61,11 +62,11 @@ def test_it_computes_what_the_dense_model_does(tmp_path, dense, model, parallel)
 def test_experts_are_copies_and_routers_are_new(tmp_path, dense) -> None:
     trainer = upcycle(tmp_path, dense)
     state = gathered(trainer._start()[0]["params"])
-    old = saved_state(dense, make_trainer(make_config(tmp_path)), 2)
+    old = saved_state(dense, make_trainer(make_config(tmp_path, model=FOUR)), 2)
     for name in ("up", "down"):
         mlp = old[f"['params']['layers']['mlp']['{name}']"]
         experts = state[f"['layers']['moe']['experts']['{name}']"]
-        assert experts.shape == (2, 4, *mlp.shape[1:])
+        assert experts.shape == (4, 4, *mlp.shape[1:])
         for e in range(4):
             np.testing.assert_array_equal(experts[:, e], mlp)
     new = gathered(trainer.program.init_state()["params"])
@@ -78,5 +79,5 @@ def test_what_cannot_be_copied_is_refused(tmp_path, dense) -> None:
         upcycle(tmp_path, dense, EXPERTS | {"moe_ffn_hidden_size": 16})._start()
     with pytest.raises(ConfigError, match=r"num_experts is null.*moe_use_upcycling to false"):
         upcycle(tmp_path, dense, {})._start()
-    with pytest.raises(CheckpointError, match=r"model\.num_layers: 2 in the checkpoint, 3"):
+    with pytest.raises(CheckpointError, match=r"model\.num_layers: 4 in the checkpoint, 3"):
         upcycle(tmp_path, dense, EXPERTS | {"num_layers": 3})._start()

@@ -1,6 +1,6 @@
 """What a training step adds to a model with experts: weights of its tokens, and what it reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxtron.layers.moe.expert_bias import BUFFER, update_bias
 from jaxtron.models.config import ModelConfig
+from jaxtron.models.layer_pattern import layer_name
 from jaxtron.parallel.region import Region
 
 LOAD_BINS = (0.5, 0.8, 1.25, 2.0)
@@ -30,12 +31,43 @@ def live_tokens(loss_mask: jax.Array, positions: jax.Array, region: Region) -> j
     return (positions <= region.max(last, ("context",))).astype(jnp.float32)
 
 
-def updated_buffers(buffers: Any, load: jax.Array, config: ModelConfig) -> Any:
-    """The buffers after a step in which experts had the ``load [layers, experts]``."""
+def rows_of_layers(model: ModelConfig, order: Sequence[int]) -> dict[int, int]:
+    """Number of each layer with experts, and its row in the reports, one layer's after the other's.
+
+    Args:
+        model: the architecture.
+        order: the stack's blocks as they are placed; -1: none.
+    """
+    kinds = model.layer_block
+    experts = [i for i, kind in enumerate(kinds) if kind]
+    return {
+        model.num_dense_layers + block * len(kinds) + i: place * len(experts) + nth
+        for place, block in enumerate(order)
+        if block >= 0
+        for nth, i in enumerate(experts)
+    }
+
+
+def loads_by_name(load: jax.Array, model: ModelConfig) -> Any:
+    """The stack's loads ``[blocks, experts]``, of blocks of several layers by a layer's name.
+
+    ``load`` is then ``[blocks, layers with experts, experts]``.
+    """
+    if len(model.layer_block) == 1:
+        return load
+    places = [i for i, kind in enumerate(model.layer_block) if kind]
+    return {layer_name(i): load[:, nth] for nth, i in enumerate(places)}
+
+
+def updated_buffers(buffers: Any, load: Any, config: ModelConfig) -> Any:
+    """The buffers after a step in which experts had the ``load [layers, experts]``.
+
+    Layers that stand side by side in ``buffers`` have a dict of loads, by their names.
+    """
     return {
         name: update_bias(value, load, config.moe_router_bias_update_rate)
         if name == BUFFER
-        else updated_buffers(value, load, config)
+        else updated_buffers(value, load[name] if isinstance(load, dict) else load, config)
         for name, value in buffers.items()
     }
 
