@@ -91,7 +91,12 @@ ALTERNATING: dict[str, dict[str, Any]] = {
         "model": EVERY_SECOND | DISPATCHERS["allgather"],
     },
     "two-chunks-a-stage": {
-        "parallel": {"expert": 2, "pipeline": 2, "virtual_pipeline": 2},
+        "parallel": {
+            "expert": 2,
+            "pipeline": 2,
+            "virtual_pipeline": 2,
+            "pipeline_schedule": "interleaved",
+        },
         "model": EVERY_SECOND | AHEAD | {"num_layers": 8},
     },
     "never-repeats": {
