@@ -95,7 +95,7 @@ def run_layers(
                     layer,
                     recompute,
                     drop_gathered=remat.drop_gathered,
-                    apart=(scanned and len(block) == 1) or remat.passes_apart,
+                    apart=scanned or remat.passes_apart,
                 )
                 for layer in block
             ]
