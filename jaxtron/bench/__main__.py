@@ -11,10 +11,13 @@ from jaxtron.bench.breakdown import breakdown, read_trace
 from jaxtron.bench.matrix import __doc__ as matrix_help
 from jaxtron.bench.matrix import read_matrix, run_matrix, table
 from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
+from jaxtron.bench.timeline import measured_timeline
 from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
+from jaxtron.config.validate import validate
 from jaxtron.errors import ConfigError
 from jaxtron.launch.initialize import launch, shutdown
+from jaxtron.mesh.timeline import Timeline, make_timeline
 from jaxtron.observe.plots import rates_plot
 
 EXAMPLE = """examples:
@@ -24,6 +27,8 @@ EXAMPLE = """examples:
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --documents 4096 1.2 \\
       data.seq_length=65536 parallel.context=4 parallel.dynamic_context=true
   python -m jaxtron.bench profile --read runs/llama/profile --traced-steps 3
+  python -m jaxtron.bench profile --config configs/llama3_8b.yaml --timeline step.svg \\
+      --traced-steps 1 model.num_layers=8 parallel.pipeline=2 parallel.fsdp=1
   python -m jaxtron.bench matrix configs/bench/h100_x4.yaml --output results
 """
 
@@ -66,6 +71,12 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--traced-steps", type=int, default=2, help="steps in the trace")
             sub.add_argument("--top", type=int, default=0, help="also list the longest kernels")
             sub.add_argument("--read", type=Path, help="break down this trace instead of a run")
+            sub.add_argument(
+                "--timeline",
+                type=Path,
+                metavar="SVG",
+                help="of a pipeline: draw the schedule and one traced step, one above the other",
+            )
         sub.add_argument("overrides", nargs="*", metavar="section.key=value")
     matrix = verbs.add_parser(
         "matrix",
@@ -91,16 +102,30 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if args.verb == "matrix":
         return _matrix(args)
+    drawn = _timeline(args)
     if args.verb == "step":
         _time(args, None)
     elif args.read is not None:
-        _print_breakdown(args.read, args)
+        _print_breakdown(args.read, args, drawn)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.trace or Path(scratch)
             _time(args, folder)
-            _print_breakdown(folder, args)
+            _print_breakdown(folder, args, drawn)
     return 0
+
+
+def _timeline(args: argparse.Namespace) -> Timeline | None:
+    """The schedule to draw, if one is asked for."""
+    if getattr(args, "timeline", None) is None:
+        return None
+    if args.traced_steps != 1:
+        raise ConfigError(
+            f"--timeline draws one step, but --traced-steps is {args.traced_steps}: give "
+            "--traced-steps 1"
+        )
+    config = load_config(args.config, ["data.source=synthetic", *args.overrides])
+    return make_timeline(config, validate(config, config.parallel.pipeline))
 
 
 def _matrix(args: argparse.Namespace) -> int:
@@ -157,9 +182,12 @@ def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
     return result
 
 
-def _print_breakdown(folder: Path, args: argparse.Namespace) -> None:
-    found = breakdown(read_trace(folder))
-    print("\n".join(found.lines(args.traced_steps, args.top)), flush=True)
+def _print_breakdown(folder: Path, args: argparse.Namespace, drawn: Timeline | None) -> None:
+    events = read_trace(folder)
+    print("\n".join(breakdown(events).lines(args.traced_steps, args.top)), flush=True)
+    if drawn is not None:
+        args.timeline.write_text(measured_timeline(drawn, events))
+        print(f"timeline written to {args.timeline}")
 
 
 if __name__ == "__main__":

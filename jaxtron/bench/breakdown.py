@@ -65,7 +65,7 @@ def kind_of(kernel: str) -> str:
     return OTHER
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
+def union(spans: Iterable[Span]) -> list[Span]:
     """Spans merged where they overlap, ascending."""
     merged: list[Span] = []
     for start, end in sorted(spans):
@@ -77,46 +77,59 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 
 def _length(spans: Iterable[Span]) -> float:
-    return sum(end - start for start, end in _union(spans))
+    return sum(end - start for start, end in union(spans))
+
+
+def device_kernels(
+    events: Iterable[Mapping[str, Any]],
+) -> dict[int, list[tuple[float, float, str]]]:
+    """Per GPU of the traced process, its kernels: start and end in seconds, and name.
+
+    Args:
+        events: of a trace in Chrome's format, times in microseconds.
+    """
+    events = list(events)
+    streams = {
+        (e["pid"], e.get("tid"))
+        for e in events
+        if e.get("ph") == "M"
+        and e.get("name") == "thread_name"
+        and e["args"]["name"].startswith("Stream")
+    }
+    devices = {
+        e["pid"]: int(found[1])
+        for e in events
+        if e.get("ph") == "M"
+        and e.get("name") == "process_name"
+        and (found := re.search(r"/device:GPU:(\d+)", e["args"]["name"]))
+    }
+    kernels: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    for e in events:
+        if e.get("ph") == "X" and e["pid"] in devices and (e["pid"], e["tid"]) in streams:
+            start = e["ts"] * 1e-6
+            kernels[devices[e["pid"]]].append((start, start + e["dur"] * 1e-6, e["name"]))
+    return dict(kernels)
 
 
 def breakdown(events: Iterable[Mapping[str, Any]], device: int = 0) -> Breakdown:
     """Break down one GPU's kernels.
 
     Args:
-        events: of a trace in Chrome's format, times in microseconds.
+        events: as of :func:`device_kernels`.
         device: which GPU of the traced process.
 
     Raises:
         DataError: the trace has no kernels of that device.
     """
-    events = list(events)
-    names = {
-        (e["pid"], e.get("tid")): e["args"]["name"]
-        for e in events
-        if e.get("ph") == "M" and e.get("name") in ("thread_name",)
-    }
-    processes = {
-        e["pid"]: e["args"]["name"]
-        for e in events
-        if e.get("ph") == "M" and e.get("name") == "process_name"
-    }
-    kernels = [
-        e
-        for e in events
-        if e.get("ph") == "X"
-        and f"/device:GPU:{device}" in processes.get(e["pid"], "")
-        and names.get((e["pid"], e["tid"]), "").startswith("Stream")
-    ]
-    if not kernels:
+    kernels = device_kernels(events).get(device)
+    if kernels is None:
         raise DataError(f"the trace has no kernels of GPU {device}: it must come from a GPU run")
     spans: dict[str, list[Span]] = defaultdict(list)
     by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for event in kernels:
-        start, length = event["ts"] * 1e-6, event["dur"] * 1e-6
-        spans[kind_of(event["name"])].append((start, start + length))
-        by_name[event["name"]][0] += length
-        by_name[event["name"]][1] += 1
+    for start, end, name in kernels:
+        spans[kind_of(name)].append((start, end))
+        by_name[name][0] += end - start
+        by_name[name][1] += 1
     everything = [span for kind in spans.values() for span in kind]
     compute = [span for kind, each in spans.items() if kind != "communication" for span in each]
     total = max(end for _, end in everything) - min(start for start, _ in everything)

@@ -20,15 +20,6 @@ def _fp8_fits(config: Config, axes: Axes) -> Iterator[str]:
     )
 
 
-def _offload_runs_alone(config: Config, axes: Axes) -> Iterator[str]:
-    if config.optimizer.offload and axes["pipeline"] > 1:
-        yield (
-            f"optimizer.offload is true but parallel.pipeline is {axes['pipeline']}: moments of a "
-            "pipeline are put in another order for every save, which needs them on the devices; "
-            "set optimizer.offload to false, or parallel.pipeline to 1"
-        )
-
-
 # What only training needs.
 
 
@@ -88,7 +79,6 @@ def _test_paths_are_read(config: Config, axes: Axes) -> Iterator[str]:
 
 
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
-    _offload_runs_alone,
     _pipeline_keeps_weights,
     _layers_can_use_rules,
     _tokenizer_fits_vocabulary,

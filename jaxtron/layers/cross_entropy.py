@@ -127,6 +127,9 @@ def _forward(
 ) -> Any:
     tokens, h = x.shape
     cut = _chunks(tokens, ce.chunk(tokens, weight.shape[0]), x, labels, token_weights)
+    # of a single chunk there is no sum, and XLA adds the gradient to the step's within the GEMM
+    alone = len(cut[0]) == 1
+    sum_dtype = weight.dtype if alone else jnp.float32
 
     def body(carry: Any, chunk: Any) -> Any:
         objective, loss, d_weight = carry
@@ -138,11 +141,14 @@ def _forward(
         d_logits = jnp.exp(logits - log_z[:, None]) * slope[:, None] - hit
         d_logits = jnp.where(valid[:, None], d_logits * weights_c[:, None], 0).astype(weight.dtype)
         d_x = jnp.einsum("tv,vh->th", d_logits, weight)
-        d_weight += jnp.einsum("tv,th->vh", d_logits, x_c, preferred_element_type=jnp.float32)
+        d_weight += jnp.einsum("tv,th->vh", d_logits, x_c, preferred_element_type=sum_dtype)
         return (objective + obj, loss + plain, d_weight), d_x
 
-    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(weight.shape, jnp.float32))
-    (objective, loss, d_weight), d_x = lax.scan(body, start, cut)
+    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(weight.shape, sum_dtype))
+    if alone:
+        (objective, loss, d_weight), d_x = body(start, [each[0] for each in cut])
+    else:
+        (objective, loss, d_weight), d_x = lax.scan(body, start, cut)
     d_x = d_x.reshape(-1, h)[:tokens]
     return (objective, loss), (d_x, d_weight.astype(weight.dtype))
 

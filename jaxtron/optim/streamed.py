@@ -32,13 +32,15 @@ class _Part:
     Attributes:
         param: its number among the parameters' leaves.
         state: numbers of the optimizer state's leaves that belong to it.
-        pieces: how many it is updated in, cut along the first dimension.
+        parts: over how many devices its first dimension is split.
+        pieces: how many it is updated in, each part cut along the first dimension.
         optimizer: the update rule of this parameter alone.
         structure: of its state, whose leaves are the shared ones and those of ``state``, in order.
     """
 
     param: int
     state: tuple[int, ...]
+    parts: int
     pieces: int
     optimizer: optax.GradientTransformation
     structure: Any
@@ -94,10 +96,12 @@ class StreamedUpdate:
                     "optimizer.offload to false"
                 )
             moments = tuple(n for n in numbers if owners[n] is not None)
-            pieces = 1
+            parts = pieces = 1
             if names[0] == "layers" or (rows_apart and names[0] == "vocab"):
-                pieces = _pieces(shape.shape[0], [(leaves[n][1], self._device[n]) for n in moments])
-            self._parts.append(_Part(number, moments, pieces, optimizer, jax.tree.structure(own)))
+                own_moments = [(leaves[n][1], self._device[n]) for n in moments]
+                parts, pieces = _pieces(shape.shape[0], own_moments)
+            structure = jax.tree.structure(own)
+            self._parts.append(_Part(number, moments, parts, pieces, optimizer, structure))
 
     def _only(self, number: int, leaf: Any) -> Any:
         """A tree like the parameters that holds one leaf."""
@@ -127,7 +131,7 @@ class StreamedUpdate:
                 moments[n] = leaf
             update = functools.partial(self._update, part, applies, before)
             weights[part.param], own, after = _piecewise(
-                update, part.pieces, gradients[part.param], weights[part.param], own, before
+                update, part, gradients[part.param], weights[part.param], own, before
             )
             for n, leaf in zip(part.state, own, strict=True):
                 moments[n] = leaf
@@ -171,50 +175,64 @@ class StreamedUpdate:
 
 def _piecewise(
     update: Callable[..., tuple[jax.Array, Leaves, Leaves]],
-    pieces: int,
+    part: _Part,
     grad: jax.Array,
     param: jax.Array,
     own: Leaves,
     shared: Leaves,
 ) -> tuple[jax.Array, Leaves, Leaves]:
-    """Update a parameter and its moments piece by piece, in place."""
-    if pieces == 1:
+    """Update a parameter and its moments piece by piece, in place.
+
+    Where the first dimension is split over devices, each has its rows in a piece.
+    """
+    if part.pieces == 1:
         return update(grad, param, own)
+
+    def apart(leaf: jax.Array) -> jax.Array:
+        return leaf if part.parts == 1 else leaf.reshape(part.parts, -1, *leaf.shape[1:])
+
+    def together(leaf: jax.Array) -> jax.Array:
+        return leaf if part.parts == 1 else leaf.reshape(-1, *leaf.shape[2:])
+
+    axis = 0 if part.parts == 1 else 1
 
     def piece(i: jax.Array, arrays: tuple[jax.Array, Leaves, Leaves]) -> Any:
         param, own, _ = arrays
 
         def cut(leaf: jax.Array) -> jax.Array:
             # Adafactor stacks the matrices of every layer: rows are a multiple of the layers.
-            rows = leaf.shape[0] // pieces
-            return lax.dynamic_slice_in_dim(leaf, i * rows, rows)
+            rows = leaf.shape[0] // (part.parts * part.pieces)
+            return together(lax.dynamic_slice_in_dim(apart(leaf), i * rows, rows, axis))
 
         def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
-            return lax.dynamic_update_slice_in_dim(leaf, new, i * new.shape[0], 0)
+            rows = new.shape[0] // part.parts
+            return together(
+                lax.dynamic_update_slice_in_dim(apart(leaf), apart(new), i * rows, axis)
+            )
 
         new, moments, changed = update(cut(grad), cut(param), [cut(leaf) for leaf in own])
         return put(param, new), [put(*pair) for pair in zip(own, moments, strict=True)], changed
 
-    return lax.fori_loop(0, pieces, piece, (param, own, shared))
+    return lax.fori_loop(0, part.pieces, piece, (param, own, shared))
 
 
-def _pieces(rows: int, moments: Sequence[tuple[Any, Any]]) -> int:
-    """The smallest divisor of ``rows`` that gives pieces of ``PIECE_BYTES``; else all rows.
+def _pieces(rows: int, moments: Sequence[tuple[Any, Any]]) -> tuple[int, int]:
+    """Over how many devices the first dimension is split, and in how many pieces each part goes.
 
-    One where the first dimension is split over devices: they have a part each.
+    The fewest pieces that divide a part and have ``PIECE_BYTES`` at most; else all rows.
 
     Args:
         rows: layers of a stack, or rows of a table.
         moments: shape and sharding of each.
     """
-    largest = 0
+    largest, parts = 0, 1
     for leaf, sharding in moments:
         own = sharding.shard_shape(leaf.shape)
-        if own[0] != leaf.shape[0]:
-            return 1
+        parts = max(parts, leaf.shape[0] // own[0])
         largest = max(largest, math.prod(own) * leaf.dtype.itemsize)
+    rows //= parts
     fits = (n for n in range(1, rows) if rows % n == 0 and largest <= n * PIECE_BYTES)
-    return next(fits, rows)
+    return parts, next(fits, rows)
 
 
 def _owner(path: Any, params: Sequence[Any]) -> int | None:

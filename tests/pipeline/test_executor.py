@@ -117,7 +117,7 @@ def test_residuals_come_back_from_their_slot() -> None:
         buffer, found = ring.zeros(), []
         for i in (0, 1):
             _, _, kept = stretch.forward(function, (w, xs[i]), [w])
-            buffer = write(buffer, stretch, kept, i)
+            buffer = write(buffer, stretch.entries, kept, i)
         for i in (1, 0):
             found.append(stretch.backward(1.0, [w], read(buffer, stretch, i)))
         return found

@@ -144,6 +144,7 @@ class _Step:
         # sliced once, here: inside the loop a slice would count among the residuals
         self.weights = [self._cut(self.layers, *where) for where in self.programs.stretches]
         self.stretches = [Stretch() for _ in self.weights]
+        self.branches = len(self.weights) > 1
         self.table = tick_table(schedule, self.programs)
         self.ring = Ring(1 + int(self.table["f_slot"].max()) if training else 0)
         self.stage = lax.axis_index(AXIS)
@@ -225,14 +226,20 @@ class _Step:
         words = self._words(phase, at_embedding, left, own)
         last_g: Any = None
         if phase.forward:
-            y, carry = self._forward(carry, own)
+            y, kept, carry = self._forward(carry, own)
+            if self.branches:
+                received, words, y = lax.optimization_barrier((received, words, y))
+            sent = self._send(y, +1)
+            carry, sent, last_g = self._head(phase, y, sent, kept, carry, own)
             embedded = self.computation.embed(self.rest, self._side(own["enters"]), words[-1])
-            x = jnp.where(own["next_begins"], embedded, self._send(y, +1))
-            carry, last_g = self._head(phase, y, carry._replace(x=x), own)
+            carry = carry._replace(x=jnp.where(own["next_begins"], embedded, sent))
         if leaves:
             carry = self._embedding_gradient(phase, at_embedding, left, words[0], carry, own)
         if phase.backward:
             carry = self._backward(received, last_g, carry, own)
+        if phase.forward and phase.backward and self.branches:
+            x, g = lax.optimization_barrier((carry.x, carry.g))
+            carry = carry._replace(x=x, g=g)
         return carry, None
 
     def _word_that_left(self, microbatch: jax.Array) -> jax.Array:
@@ -338,36 +345,53 @@ class _Step:
 
     def _choose(self, stretch: jax.Array, run: Callable[[int], Any]) -> Any:
         """``run(k)`` for this stage's stretch, in a branch of its own where stages differ."""
-        if len(self.weights) == 1:
+        if not self.branches:
             return run(0)
         return lax.switch(stretch, [functools.partial(run, k) for k in range(len(self.weights))])
 
-    def _forward(self, carry: _Carry, own: dict[str, jax.Array]) -> tuple[jax.Array, _Carry]:
-        """Output of a unit; its residuals and reports go into ``carry``."""
+    def _forward(
+        self, carry: _Carry, own: dict[str, jax.Array]
+    ) -> tuple[jax.Array, list[jax.Array], _Carry]:
+        """Output of a unit and its residuals; its reports go into ``carry``.
+
+        What a branch chooses has its residuals in ``carry`` already, and returns none.
+        """
         side = self._side(own["f_microbatch"])
 
         def run(k: int) -> Any:
             start, count = self.programs.stretches[k]
             if count == 0:
-                return carry.x, carry.ring, carry.layer_report
+                return carry.x, [], carry.ring, carry.layer_report
             earlier = None
             if self.computation.looks_back:  # a stage takes microbatches in their order
                 earlier = self._cut(carry.layer_report, start, count)
             y, report, kept = self._linearise(k, carry.x, side, own["f_first"], earlier)
-            ring = write(carry.ring, self.stretches[k], kept, own["f_slot"])
+            ring = carry.ring
+            if self.branches:
+                ring, kept = write(ring, self.stretches[k].entries, kept, own["f_slot"]), []
             report = _where(own["f_works"], report)
             total = jax.tree.map(functools.partial(_add_at, start), carry.layer_report, report)
-            return y, ring, total
+            return y, kept, ring, total
 
-        y, ring, layer_report = self._choose(own["f_stretch"], run)
-        return y, carry._replace(ring=ring, layer_report=layer_report)
+        y, kept, ring, layer_report = self._choose(own["f_stretch"], run)
+        return y, kept, carry._replace(ring=ring, layer_report=layer_report)
 
     def _head(
-        self, phase: Phase, y: jax.Array, carry: _Carry, own: dict[str, jax.Array]
-    ) -> tuple[_Carry, Any]:
+        self,
+        phase: Phase,
+        y: jax.Array,
+        sent: jax.Array,
+        kept: list[jax.Array],
+        carry: _Carry,
+        own: dict[str, jax.Array],
+    ) -> tuple[_Carry, jax.Array, Any]:
         """Loss of the microbatch that leaves the last stage as ``y``, on all stages together.
 
-        Returns ``(carry, gradient of y)``; the latter is None where no backward can need it.
+        Nothing can be computed while ``y`` travels to all stages, and its gradient to the last one.
+        So the residuals are written then, about half of them each time, and outputs are ``sent``.
+
+        Returns ``(carry, sent, gradient of y)``; the gradient is None where no backward can need
+        it.
         """
 
         def objective(rest: Any, x: jax.Array) -> Any:
@@ -377,30 +401,49 @@ class _Step:
             x = lax.psum(jnp.where(own["f_ends"], y, 0), AXIS)
             if not self.training:
                 report = objective(self.rest, x)[1]
-                return jax.tree.map(jnp.add, carry.head_report, report), (), None
+                return jax.tree.map(jnp.add, carry.head_report, report), (), None, ()
+            beside: Any = ()
+            if always:
+                entries = self.stretches[0].entries if kept else []
+                half = self.ring.half()
+                ring = write(carry.ring, entries[:half], kept[:half], own["f_slot"])
+                x, moved, later, ring = lax.optimization_barrier((x, sent, kept[half:], ring))
             value, vjp, report = jax.vjp(objective, self.rest, x, has_aux=True)
             g_rest, g_x = vjp(jnp.ones_like(value))
+            g = lax.psum(g_x, AXIS)
+            if always:
+                ring = write(ring, entries[half:], later, own["f_slot"])
+                g, ring = lax.optimization_barrier((g, ring))
+                beside = ring, moved
             return (
                 jax.tree.map(jnp.add, carry.head_report, report),
                 self._accumulate(carry.rest, g_rest, self.rest_layouts),
-                lax.psum(g_x, AXIS),
+                g,
+                beside,
             )
 
         share = phase.share("head")
+        always = share == 1
+        if kept and not always:
+            ring = write(carry.ring, self.stretches[0].entries, kept, own["f_slot"])
+            carry = carry._replace(ring=ring)
         if share == 0:
-            return carry, None
-        none = (carry.head_report, carry.rest, self.zero_x if self.training else None)
-        head_report, rest, g = (
-            evaluate() if share == 1 else lax.cond(own["head"] >= 0, evaluate, lambda: none)
+            return carry, sent, None
+        none = (carry.head_report, carry.rest, self.zero_x if self.training else None, ())
+        head_report, rest, g, beside = (
+            evaluate() if always else lax.cond(own["head"] >= 0, evaluate, lambda: none)
         )
         carry = carry._replace(head_report=head_report, rest=rest)
+        if beside:
+            ring, sent = beside
+            carry = carry._replace(ring=ring)
         if self.waits:
             # a slot is written by the unit's forward and read by its backward, in this tick at once
             old = lax.dynamic_index_in_dim(carry.head_g, own["f_slot"], 0, keepdims=False)
             new = jnp.where(own["f_ends"], g, old)
             head_g = lax.dynamic_update_index_in_dim(carry.head_g, new, own["f_slot"], 0)
             carry = carry._replace(head_g=head_g)
-        return carry, g
+        return carry, sent, g
 
     def _backward(
         self,

@@ -5,6 +5,8 @@ are not the stage's own (weights, the microbatch's tables) go into a slot of the
 are recognised by identity and are not copied: the backward pass is given them anew.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,17 +89,23 @@ class Ring:
             entries.append(entry)
         return entries
 
+    def half(self) -> int:
+        """Number of the entries, in their order, that make up about half of a slot's bytes."""
+        sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in self.leaves]
+        before = itertools.accumulate(sizes, initial=0)
+        return min(enumerate(before), key=lambda each: abs(2 * each[1] - sum(sizes)))[0]
+
     def zeros(self) -> list[jax.Array]:
         """The empty buffer."""
         return [jnp.zeros((self.slots, *shape), dtype) for shape, dtype in self.leaves]
 
 
 def write(
-    ring: list[jax.Array], stretch: Stretch, kept: Sequence[jax.Array], slot: jax.Array
+    ring: Sequence[jax.Array], entries: Sequence[int], kept: Sequence[jax.Array], slot: jax.Array
 ) -> list[jax.Array]:
-    """``ring`` with a stretch's arrays in ``slot``."""
+    """``ring`` with a stretch's arrays, or some of them, in the given entries of ``slot``."""
     ring = list(ring)
-    for entry, array in zip(stretch.entries, kept, strict=True):
+    for entry, array in zip(entries, kept, strict=True):
         ring[entry] = lax.dynamic_update_index_in_dim(ring[entry], array, slot, 0)
     return ring
 
