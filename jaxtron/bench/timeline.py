@@ -176,8 +176,8 @@ def _legend(foot: float) -> list[str]:
         )
         x += 48 + 6 * len(label)
     parts.append(
-        f'<text x="14" y="{foot + 54}">Above: microbatches in the schedule, all together as long as '
-        "the busiest GPU computed. Below: kernels. A stage without a unit computes along with the "
-        "others and drops the result.</text>"
+        f'<text x="14" y="{foot + 54}">Above: microbatches in the schedule, all together as '
+        "long as the busiest GPU computed. Below: kernels. A stage without a unit computes along "
+        "with the others and drops the result.</text>"
     )
     return parts

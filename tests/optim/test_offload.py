@@ -11,7 +11,6 @@ from jaxtron.program import Program
 from tests.parity.harness import make_batch, make_config, rows_of
 from tests.program.forward import random_state
 
-
 LAYOUTS = {
     "fsdp-tensor": {"fsdp": 2, "tensor": 2},
     "interleaved": {

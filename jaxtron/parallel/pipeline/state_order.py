@@ -90,9 +90,7 @@ class StateOrder:
     def from_logical(self, state: State) -> State:
         """The inverse of :meth:`to_logical`; ``state`` may not be used afterwards."""
         targets = {name: self.shardings[name] for name in state}
-        return self._converted(
-            state, targets, self.order.num_layers, self.place, self.order.place
-        )
+        return self._converted(state, targets, self.order.num_layers, self.place, self.order.place)
 
     def _converted(
         self,
