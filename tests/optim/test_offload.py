@@ -67,8 +67,8 @@ def test_offloaded_moments_give_the_same_weights_and_stay_on_the_host(
         assert memory_kinds(state["opt_state"]) == {(True, "pinned_host"), (False, device)}
         assert {kind for _, kind in memory_kinds(state["params"])} == {device}
         for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True):
-            if pieces:
-                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=5e-6)
+            if pieces:  # an update is about 1e-2; AdamW's division amplifies rounding
+                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=2e-4)
             else:
                 assert np.array_equal(a, b)
 
