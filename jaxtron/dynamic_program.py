@@ -1,5 +1,6 @@
 """Training with dynamic context parallelism: the executables, and a step made of their calls."""
 
+import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtron.parallel.context.dynamic import CALL, DynamicContext, ScheduledStep
 from jaxtron.parallel.context.schedule import MenuEntry
 from jaxtron.program import Program, State
+from jaxtron.update import apply_gradients
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +85,10 @@ class DynamicProgram:
         return new_state, metrics
 
     def gradients(self, state: State, step: Sequence[PlacedCall]) -> Any:
-        """Loss, tokens, gradients and reports of a step, as ``Program.apply_gradients`` reads."""
+        """Loss, tokens, gradients and reports of a step.
+
+        Read by :func:`jaxtron.update.apply_gradients`.
+        """
         self.compile()
         total = self._compiled["begin"]()
         for call in step:
@@ -131,7 +136,7 @@ class DynamicProgram:
             add = jax.jit(part.add_gradients, donate_argnums=1, out_shardings=shardings)
             lowered[entry] = add.lower(state, total, batches[entry], share)
         update = jax.jit(
-            program.apply_gradients,
+            functools.partial(apply_gradients, program),
             donate_argnums=0,
             out_shardings=(program.state_shardings, program.replicated),
         )

@@ -26,14 +26,8 @@ from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.layer_loop import unrolls
-from jaxtron.layers.moe.expert_bias import join_buffers, split_buffers
+from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.layers.moe.layer import check_dispatcher
-from jaxtron.layers.moe.step import (
-    load_metrics,
-    loads_by_name,
-    rows_of_layers,
-    updated_buffers,
-)
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
@@ -41,7 +35,6 @@ from jaxtron.models.ahead import PredictsAhead, ahead_of
 from jaxtron.models.architectures import ARCHITECTURES
 from jaxtron.models.model import Model
 from jaxtron.objective import Objective
-from jaxtron.optim.clip import clip_by_global_norm
 from jaxtron.optim.optimizer import ROWS_APART, make_optimizer, plan_rates
 from jaxtron.optim.streamed import StreamedUpdate
 from jaxtron.parallel.batch import batch_placement
@@ -62,6 +55,7 @@ from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
 from jaxtron.precision.loss_scale import loss_scaler
+from jaxtron.update import apply_gradients
 
 State = dict[str, Any]
 
@@ -444,7 +438,8 @@ class Program:
         grads = jax.tree.map(lambda g: g / scale, grads)
         return loss / scale, tokens, grads, report, work, ahead, measured
 
-    def _loss_scale(self, state: State) -> jax.Array | float:
+    def loss_scale(self, state: State) -> jax.Array | float:
+        """Factor on a step's loss; 1 unless it is computed in fp16."""
         return 1.0 if self.scaler is None else state["loss_scale"]["scale"]
 
     def fp8_scales(self, state: State) -> Scales | None:
@@ -462,7 +457,7 @@ class Program:
 
         Gradients are stored shards, summed over all devices: they have the parameters' shardings
         whatever the rows, so that ``total`` goes from one executable to the next, and at last to
-        :meth:`apply_gradients`.
+        :func:`jaxtron.update.apply_gradients`.
 
         Args:
             state: read alone.
@@ -471,7 +466,7 @@ class Program:
             share: int32 scalars: ``trained`` and ``live`` tokens of the whole step, ``first_row``
                 (rows of the parts before) and ``count`` of microbatches to compute.
         """
-        scale = self._loss_scale(state)
+        scale = self.loss_scale(state)
         *part, largest = self._with_report(
             state["params"], batch, state["step"], scale, share, self.fp8_scales(state)
         )
@@ -479,73 +474,8 @@ class Program:
         return (*jax.tree.map(jnp.add, sums, part), jax.tree.map(jnp.maximum, before, largest))
 
     def _train_step(self, state: State, batch: Mapping[str, jax.Array]) -> tuple[State, Any]:
-        scale = self._loss_scale(state)
+        scale = self.loss_scale(state)
         total = self._with_report(
             state["params"], batch, state["step"], scale, fp8_scales=self.fp8_scales(state)
         )
-        return self.apply_gradients(state, total)
-
-    def apply_gradients(self, state: State, total: Any) -> tuple[State, Any]:
-        """The state after the optimizer's update, and the step's metrics (traceable).
-
-        ``total`` is the sum of :meth:`add_gradients` over a step.
-        """
-        loss, tokens, grads, report, work, ahead, measured = total
-        scale = self._loss_scale(state)
-        params, buffers = split_buffers(state["params"])
-        grads, _ = split_buffers(grads)
-        grads, grad_norm = clip_by_global_norm(grads, self.config.optimizer.clip_grad)
-        applies = tokens > 0
-        if self.scaler is not None:  # one number for all devices: they decide alike
-            finite = jnp.isfinite(grad_norm)
-            applies &= finite
-        threshold = self.config.optimizer.grad_norm_skip_threshold
-        if threshold is not None:
-            applies &= grad_norm <= threshold
-
-        def keep(new: Any, old: Any) -> Any:
-            return jax.tree.map(functools.partial(jnp.where, applies), new, old)
-
-        metrics = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            **{name: rate(state["updates"]) for name, rate in self.rates.items()},
-            "tokens": tokens,
-            "skipped": jnp.int32(1) - applies,
-            **work,
-        }
-        metrics |= {f"mtp_{i + 1}_loss": entry["loss"] for i, entry in enumerate(ahead)}
-        new_buffers = buffers
-        if self.config.model.num_experts is not None:
-            model = self.config.model
-            metrics |= load_metrics(
-                report["load"].reshape(-1, model.num_experts),
-                report["loss"].reshape(-1),
-                rows_of_layers(model, self.order.layers),
-                per_layer=model.moe_per_layer_logging,
-            )
-            metrics["moe_aux_loss"] += sum(entry["layer"]["loss"] for entry in ahead)
-            loads = {"layers": loads_by_name(report["load"], model)}
-            loads |= {f"mtp_{i}": entry["layer"]["load"] for i, entry in enumerate(ahead)}
-            new_buffers = {
-                part: updated_buffers(value, loads[part], model) for part, value in buffers.items()
-            }
-        opt_state = state["opt_state"]
-        if self.streamed_update is not None:
-            params, opt_state = self.streamed_update(grads, opt_state, params, applies)
-        else:
-            updates, new_opt_state = self.optimizer.update(grads, opt_state, params)
-            params = keep(jax.tree.map(jnp.add, params, updates), params)
-            opt_state = keep(new_opt_state, opt_state)
-        new_state = {
-            "params": join_buffers(params, keep(new_buffers, buffers)),
-            "opt_state": opt_state,
-            "step": state["step"] + 1,
-            "updates": state["updates"] + applies,
-        }
-        if self.scaler is not None:
-            metrics["loss_scale"] = scale
-            new_state["loss_scale"] = self.scaler.update(state["loss_scale"], finite)
-        if self.delayed is not None:  # a step that updates nothing has measured all the same
-            new_state["fp8"] = self.delayed.update(state["fp8"], measured)
-        return new_state, metrics
+        return apply_gradients(self, state, total)
