@@ -30,12 +30,14 @@ class ParallelConfig:
     overlap_param_gather: bool | None = key(
         None,
         "Gather later layers' weights while the first microbatch computes; null: on GPUs, where "
-        "they are gathered before a step and the loop over layers is unrolled.",
+        "they are gathered before a step and the loop over layers is unrolled. The layers are "
+        "compiled once more.",
     )
     overlap_grad_reduce: bool | None = key(
         None,
         "Sum later layers' gradients over devices while the last microbatch's backward pass goes "
-        "on; null: on GPUs, where they are summed once a step and the layers are unrolled.",
+        "on; null: on GPUs, where they are summed once a step and the layers are unrolled. The "
+        "layers are compiled once more.",
     )
     context_strategy: ContextStrategy = key(
         "all_gather",
