@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 OPTIMIZER_ENTRY = "opt_state"
 _SMALL_FILE = 2**20  # bytes; checked when a read fails, to say which file is to blame
+_ARRAY_DATA = re.compile(r"state/ocdbt\.process_\d+/")  # all other files of the state are its index
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _NOTE = re.compile(r" \[\w[\w ]*='[^']*'\]")  # may hold line breaks
 
@@ -166,6 +167,8 @@ class Checkpointer:
         saved = require_match(meta.arrays, wanted, str(step_dir))
         if unread := sorted({entry_of(name) for name in meta.arrays.keys() - saved.keys()}):
             _log.info("not read from %s: %s", step_dir, ", ".join(unread))
+        if self._config.verify:
+            _require_sound_index(step_dir)
         try:
             tree = read_state(step_dir, nested(wanted), partial=bool(unread))
         except Exception as error:
@@ -327,6 +330,28 @@ def _failed_save(step_dir: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"saving {step_dir} failed: {_brief(error)}. Earlier checkpoints are untouched"
     )
+
+
+def _require_sound_index(step_dir: Path) -> None:
+    """Compare the files that say where arrays lie, which are small, with their checksums.
+
+    Orbax would find such damage too, but prints a traceback for each array that it gives up.
+
+    Raises:
+        CheckpointError: a file is not as it was written.
+    """
+    index = {
+        name: record
+        for name, record in read_manifest(step_dir).items()
+        if name.startswith("state/") and not _ARRAY_DATA.match(name)
+    }
+    if problems := damaged_files(step_dir, index):
+        listed = "; ".join(f"file {name} {what}" for name, what in problems.items())
+        raise CheckpointError(
+            f"{step_dir} is damaged: {listed} (index of its arrays). "
+            f"`python -m jaxtron.checkpoint verify {step_dir}` lists what else is damaged; to load "
+            "another step, give checkpoint.load and checkpoint.load_step"
+        )
 
 
 def _unreadable(

@@ -92,9 +92,16 @@ def require_match(
                 f"  {name}: checkpoint {_describe(saved[name])}, model {_describe(wanted[name])}"
             )
     if problems:
+        shown = "(`python -m jaxtron.checkpoint show` prints it)"
+        advice = f"Use the model configuration it was saved with {shown}."
+        if all(problem.startswith("  opt_state/") for problem in problems):
+            advice = (
+                "Only optimizer state does: it is another optimizer's. Use the optimizer it was "
+                f"saved with {shown}, or set checkpoint.load to it, checkpoint.no_load_optim=true "
+                "and another checkpoint.dir to go on with a fresh state."
+            )
         raise CheckpointError(
-            f"{where} does not fit this model: {len(problems)} arrays differ. Use the model "
-            "configuration it was saved with (`python -m jaxtron.checkpoint show` prints it).\n"
+            f"{where} does not fit this model: {len(problems)} arrays differ. {advice}\n"
             + "\n".join(problems)
         )
     return saved

@@ -90,6 +90,14 @@ def _resume(directory: Path | None, own: step_folder.Steps) -> StartPoint | None
     if directory is None:
         return None
     _log_skipped(directory, own, newer_than=-1 if own.latest is None else own.latest)
+    # A numbered folder was complete once (a killed save never gets that name), so that here a run's
+    # checkpoints are damaged, all of them, and its work would silently begin anew.
+    if lost := [n for n in own.incomplete if own.latest is None and (directory / str(n)).is_dir()]:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint that can be resumed, but "
+            + "; ".join(f"step {n}: {own.incomplete[n]}" for n in lost)
+            + ". Restore the files, or move the folder away to start from scratch"
+        )
     if own.latest is None:
         _log.info("no checkpoint in %s: starting from scratch", directory)
         return None

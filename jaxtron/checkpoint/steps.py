@@ -21,7 +21,7 @@ _STEP = re.compile(r"\d+")
 _UNFINISHED = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 _DELETED = re.compile(r"\d+\.deleted")
 _REMOVE_TRIES, _REMOVE_PAUSE_S = 50, 0.1
-_ADVICE = "use `python -m jaxtron.convert import` if its model family is supported"
+_ADVICE = "jaxtron reads checkpoints that it has written alone"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -94,6 +94,17 @@ def test_a_flipped_bit_in_any_file_is_found(folder):
     assert verify_step(root).problems == ()
 
 
+def test_a_damaged_index_is_found_before_arrays_are_read(folder, monkeypatch):
+    """Orbax prints a traceback for each array that it cannot find."""
+    monkeypatch.setattr("jaxtron.checkpoint.checkpointer.read_state", None)  # must not be reached
+    root = folder / str(STEP)
+    for name in ("state/manifest.ocdbt", "state/_METADATA", "state/d/*"):
+        (file,) = root.glob(name)
+        flip_bit(file, file.stat().st_size // 2)
+        assert f"file {file.relative_to(root)} has CRC-32" in load_error(folder)
+        flip_bit(file, file.stat().st_size // 2)
+
+
 def test_flipped_bits_in_an_arrays_data_name_the_array(folder):
     root = folder / str(STEP)
     # Random floats hardly compress: any file longer than the largest array holds its data.

@@ -208,6 +208,13 @@ def test_mismatches_are_listed_with_names_and_both_shapes(saved, monkeypatch):
     assert "4 arrays differ" in message and str(path / "7") in message
 
 
+def test_another_optimizers_state_is_named_with_the_way_out(saved):
+    path, tree = saved
+    message = refusal(path, {**tree, "opt_state": {"trace": tree["params"]}})
+    assert "it is another optimizer's" in message and "no_load_optim=true" in message
+    assert "opt_state/trace/embedding/weight: model float32[24, 16], not in" in message
+
+
 def test_a_smaller_array_is_not_filled_and_a_larger_one_not_cut(saved):
     path, tree = saved
     for rows in (8, 40):

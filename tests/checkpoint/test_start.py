@@ -1,6 +1,7 @@
 """The options that say where a run starts from mean what they say."""
 
 import logging
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,6 +44,19 @@ def test_an_empty_folder_starts_fresh_and_says_so(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "jaxtron"):
         assert start(tmp_path) is None
     assert "starting from scratch" in caplog.text and str(tmp_path / "run") in caplog.text
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_no_empty_folder(tmp_path, earlier):
+    run = tmp_path / "run"
+    shutil.copytree(earlier, run)
+    (run / "10" / "manifest.json").write_text("{")
+    (run / "20" / "manifest.json").unlink()
+    message = refusal(tmp_path)
+    assert "step 10: " in message and "step 20: " in message
+    assert "move the folder away to start from scratch" in message
+    shutil.rmtree(run)
+    (run / "10.orbax-checkpoint-tmp").mkdir(parents=True)  # a first save that was killed
+    assert start(tmp_path) is None
 
 
 def test_a_relaunch_resumes_from_the_newest_step(earlier, caplog):
