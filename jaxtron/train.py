@@ -40,13 +40,24 @@ def main(argv: list[str] | None = None) -> int:
     if args.help_config:
         print(help_config())
         return 0
+    _set_up_logging()
+    config = load_config(args.config, args.overrides)
+    launch(config.runtime)
+    return _train_in_job(config) if jax.distributed.is_initialized() else _train(config)
+
+
+def _set_up_logging() -> None:
     # force: libraries imported above may have set up logging already.
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for noisy in ("absl", "jax", "orbax"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    config = load_config(args.config, args.overrides)
-    launch(config.runtime)
-    return _train_in_job(config) if jax.distributed.is_initialized() else _train(config)
+    # Orbax logs the traceback of a failed write in every thread that meets it, and then raises it.
+    logging.getLogger("absl").addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    record.exc_info = record.exc_text = None
+    return True
 
 
 def _train(config: Config) -> int:

@@ -1,5 +1,6 @@
 """Wrong input to ``python -m jaxtron.train``: exit status 2 and one clear error, no traceback."""
 
+import io
 import logging
 import os
 import subprocess
@@ -108,3 +109,14 @@ def test_documents_of_the_corpus_are_what_the_tests_say(tmp_path):
     dataset = IndexedDataset(write_corpus(tmp_path, documents=20, largest_id=VOCAB))
     assert dataset.num_documents == 21
     assert np.unique(dataset[20]).tolist() == [VOCAB]
+
+
+def test_a_failed_write_is_told_without_the_tracebacks_of_orbaxs_threads():
+    logger, text = logging.Logger("absl"), io.StringIO()
+    logger.addHandler(logging.StreamHandler(text))
+    logger.addFilter(train_verb._without_traceback)
+    try:
+        raise ValueError("no space left")
+    except ValueError as error:
+        logger.exception("background write failed: %s", error)
+    assert text.getvalue() == "background write failed: no space left\n"
