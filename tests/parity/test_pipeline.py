@@ -1,6 +1,9 @@
 """Pipelines: loss, gradients, norms and next state equal those of one device (O10, O13)."""
 
-import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +12,7 @@ import pytest
 
 from jaxtron.parallel.pipeline.stack_order import is_stacked
 from jaxtron.program import Program
+from tests.parity.context_arms import devices_of
 from tests.parity.harness import (
     drawn_state,
     initial_state,
@@ -16,44 +20,10 @@ from tests.parity.harness import (
     make_config,
     rows_of,
 )
+from tests.parity.pipeline_arms import ARMS, SCHEDULES, check_arm, parallel_of
 from tests.parity.test_parity import GPT2, check
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "gpipe": {"pipeline_schedule": "gpipe"},
-    "interleaved": {"pipeline_schedule": "interleaved", "virtual_pipeline": 2},
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "tensor2": {"tensor": 2},
-    "fsdp2": {"fsdp": 2},
-    "data2": {"data": 2},
-    "data2-tensor2": {"data": 2, "tensor": 2},
-}
-COUNTS = ("p", "4p", "odd")
-
-
-def microbatches(count: str, stages: int) -> int:
-    return {"p": stages, "4p": 4 * stages, "odd": 2 * stages + 1}[count]
-
-
-def check_arm(stages: int, schedule: str, other: str, count: str, **raw: Any) -> None:
-    m = microbatches(count, stages)
-    rows = m * (4 if "data2" in other or other == "fsdp2" else 2)
-    train = {"num_microbatches": m, "global_batch_size": rows, **raw.pop("train", {})}
-    model = {"num_layers": 2 * stages, **raw.pop("model", {})}
-    parallel = {"pipeline": stages, **SCHEDULES[schedule], **OTHERS[other]}
-    check(parallel, model=model, train=train, **raw)
-
-
-ARMS = [
-    arm
-    for arm in itertools.product((2, 4, 8), SCHEDULES, OTHERS, COUNTS)
-    # interleaving goes by groups of p microbatches; 8 stages leave no device for another axis
-    if not (arm[1] == "interleaved" and arm[3] == "odd")
-    and not (arm[0] == 8 and arm[2] != "alone")
-    and not (arm[0] == 4 and arm[2] == "data2-tensor2")
-]
+WIDE = [arm for arm in ARMS if devices_of(parallel_of(*arm[:3])) > 8]
 DEFAULT = [
     (2, "1f1b", "data2-tensor2", "odd"),
     (2, "interleaved", "tensor2", "4p"),
@@ -70,9 +40,35 @@ def test_pipeline_equals_one_device(stages: int, schedule: str, other: str, coun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "schedule", "other", "count"), sorted(set(ARMS) - set(DEFAULT)))
+@pytest.mark.parametrize(
+    ("stages", "schedule", "other", "count"), sorted(set(ARMS) - set(DEFAULT) - set(WIDE))
+)
 def test_full_product_equals_one_device(stages: int, schedule: str, other: str, count: str) -> None:
     check_arm(stages, schedule, other, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "stages", "schedule", "count"),
+    sorted({(devices_of(parallel_of(*arm[:3])), *arm[:2], arm[3]) for arm in WIDE}),
+)
+def test_more_than_eight_devices_equal_one(
+    devices: int, stages: int, schedule: str, count: str
+) -> None:
+    group = devices, stages, schedule, count
+    arms = [
+        "-".join(map(str, arm))
+        for arm in WIDE
+        if (devices_of(parallel_of(*arm[:3])), *arm[:2], arm[3]) == group
+    ]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    subprocess.run(
+        [sys.executable, "-m", "tests.parity.pipeline_arms", *arms],
+        env={**os.environ, "XLA_FLAGS": flags},
+        cwd=Path(__file__).parents[2],
+        check=True,
+        timeout=1200,
+    )
 
 
 def test_uneven_stages_with_scattered_gradients_and_unrolled_layers() -> None:

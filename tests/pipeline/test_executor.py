@@ -82,6 +82,32 @@ def test_no_form_of_a_weight_is_kept_in_the_ring(loop: str) -> None:
         assert math.prod(shape) % 13 == 0, shape
 
 
+def test_messages_are_bf16_and_are_sent_outside_of_branches() -> None:
+    """Activations and gradients; the weights' gradients are sums over fsdp, not over stages."""
+    config = make_config(
+        model=MODEL,
+        parallel={"pipeline": 2, "virtual_pipeline": 2, "pipeline_schedule": "interleaved"},
+        train={"num_microbatches": 4, "global_batch_size": 4},
+        precision={"compute": "bf16"},
+    )
+    program = Program(config, jax.devices()[:2])
+    jaxpr = jax.make_jaxpr(program.loss_and_gradients)(*arguments(program)).jaxpr
+    all_of_them = list(equations(jaxpr))
+    sends = [e for e in all_of_them if e.primitive.name == "ppermute"]
+    # both ways in the steady ticks, one way in warm-up and cool-down
+    assert len(sends) == 4
+    assert {str(v.aval.dtype) for e in sends for v in e.invars} == {"bfloat16"}
+    branches = [
+        branch.jaxpr
+        for e in all_of_them
+        if e.primitive.name == "cond"
+        for branch in e.params["branches"]
+    ]
+    assert branches
+    inside = {e.primitive.name for branch in branches for e in equations(branch)}
+    assert "dot_general" in inside and "ppermute" not in inside
+
+
 def temporary_bytes(program: Program) -> int:
     compiled = jax.jit(program.loss_and_gradients).lower(*arguments(program)).compile()
     return compiled.memory_analysis().temp_size_in_bytes
