@@ -73,6 +73,12 @@ def test_help_and_version_need_no_jax() -> None:
         assert f"\n  {verb} " in done.stdout
 
 
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "jaxtron", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"jaxtron {jaxtron.__version__}" in done.stdout
+
+
 def test_a_closed_pipe_is_no_traceback() -> None:
     script = (
         "import sys\nfrom jaxtron.cli import run\n"
