@@ -47,7 +47,8 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
 
     Raises:
         CheckpointError: ``load`` or its step is missing, incomplete or foreign; or it is an older
-            step of the run's own folder, whose later steps would be in the way.
+            step of the run's own folder, whose later steps would be in the way; or all checkpoints
+            of the run's own folder are damaged.
     """
     directory = None if config.dir is None else Path(config.dir).absolute()
     own = step_folder.Steps((), {}) if directory is None else step_folder.scan(directory)
@@ -55,6 +56,8 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
         return _resume(directory, own)
     source, step_of_path = step_folder.locate(Path(config.load).absolute())
     same_folder = directory is not None and source.resolve() == directory.resolve()
+    if directory is not None and not same_folder:
+        _refuse_lost(directory, own)
     if directory is not None and own.latest is not None and not same_folder:
         _log.info("this run has checkpoints of its own: checkpoint.load=%s not read", config.load)
         return _resume(directory, own)
@@ -90,19 +93,25 @@ def _resume(directory: Path | None, own: step_folder.Steps) -> StartPoint | None
     if directory is None:
         return None
     _log_skipped(directory, own, newer_than=-1 if own.latest is None else own.latest)
-    # A numbered folder was complete once (a killed save never gets that name), so that here a run's
-    # checkpoints are damaged, all of them, and its work would silently begin anew.
+    _refuse_lost(directory, own)
+    if own.latest is None:
+        _log.info("no checkpoint in %s: starting from scratch", directory)
+        return None
+    _log.info("resuming from step %d in %s", own.latest, directory)
+    return StartPoint(directory, own.latest)
+
+
+def _refuse_lost(directory: Path, own: step_folder.Steps) -> None:
+    """Refuse to begin a run anew in a folder whose checkpoints are damaged, all of them.
+
+    A numbered folder was complete once: a save that is killed never gets that name.
+    """
     if lost := [n for n in own.incomplete if own.latest is None and (directory / str(n)).is_dir()]:
         raise CheckpointError(
             f"{directory} holds no checkpoint that can be resumed, but "
             + "; ".join(f"step {n}: {own.incomplete[n]}" for n in lost)
             + ". Restore the files, or move the folder away to start from scratch"
         )
-    if own.latest is None:
-        _log.info("no checkpoint in %s: starting from scratch", directory)
-        return None
-    _log.info("resuming from step %d in %s", own.latest, directory)
-    return StartPoint(directory, own.latest)
 
 
 def _log_skipped(directory: Path, found: step_folder.Steps, *, newer_than: int) -> None:

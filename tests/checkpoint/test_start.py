@@ -54,6 +54,7 @@ def test_a_folder_whose_checkpoints_are_all_damaged_is_no_empty_folder(tmp_path,
     message = refusal(tmp_path)
     assert "step 10: " in message and "step 20: " in message
     assert "move the folder away to start from scratch" in message
+    assert refusal(tmp_path, load=str(earlier), finetune=True) == message
     shutil.rmtree(run)
     (run / "10.orbax-checkpoint-tmp").mkdir(parents=True)  # a first save that was killed
     assert start(tmp_path) is None
