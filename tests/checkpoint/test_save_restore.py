@@ -120,8 +120,11 @@ def test_arrays_beyond_the_memory_limits_pass_in_pieces(tmp_path, monkeypatch):
 SAVES = """
 import sys, threading, time
 import jax
+from jaxtron.checkpoint import store
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.checkpoint.config import CheckpointConfig
+
+store._IN_FLIGHT_BYTES = 16 * 2**20  # else all of so small a state is encoded at once
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -148,7 +151,7 @@ print((peak[0] - before) / (48 * 2**22))
 
 @pytest.mark.slow
 def test_saving_holds_one_copy_in_host_memory_however_often(tmp_path):
-    """Eight saves of 192 MiB take 1.2 to 1.4 times that at the most (one host copy, buffers)."""
+    """Seven further saves of 192 MiB take 0.3 to 0.4 times that beyond what the first one left."""
     done = subprocess.run(
         [sys.executable, "-c", SAVES, str(tmp_path)],
         env=child_environment(1),
@@ -157,7 +160,7 @@ def test_saving_holds_one_copy_in_host_memory_however_often(tmp_path):
         text=True,
         timeout=120,
     )
-    assert float(done.stdout) < 1.8
+    assert float(done.stdout) < 1.0
 
 
 def test_restoring_holds_no_second_copy(saved):
