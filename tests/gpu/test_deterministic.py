@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from jaxtron.checkpoint.meta import read_meta
+from tests.gpu.visible import visible
 
 RAW = {
     "model": {
@@ -38,7 +39,7 @@ def digests(folder: Path, *overrides: str) -> dict[str, str]:
     environment = dict(os.environ)
     for key in ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_COMPILATION_CACHE_DIR"):
         environment.pop(key, None)
-    environment["CUDA_VISIBLE_DEVICES"] = "0"
+    environment["CUDA_VISIBLE_DEVICES"] = visible(1)
     command = [sys.executable, "-m", "jaxtron.train", "--config", str(folder / "config.yaml")]
     command += [f"observe.dir={folder}", f"checkpoint.dir={folder}/checkpoints", *overrides]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)

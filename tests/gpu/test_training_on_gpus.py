@@ -14,6 +14,7 @@ import yaml
 
 from jaxtron.data.corpus import write_corpus
 from jaxtron.data.preprocess import preprocess
+from tests.gpu.visible import visible
 
 STEPS = 100
 
@@ -57,7 +58,7 @@ def losses(config_file: Path, name: str, gpus: int, *overrides: str) -> list[flo
     environment = dict(os.environ)
     for key in ("XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION", "JAX_PLATFORMS"):
         environment.pop(key, None)
-    environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(gpus)))
+    environment["CUDA_VISIBLE_DEVICES"] = visible(gpus)
     subprocess.run(
         [
             *(sys.executable, "-m", "jaxtron.train", "--config", str(config_file)),
