@@ -56,6 +56,17 @@ class Objective:
     rows_per_microbatch: int
     platform: str
 
+    @property
+    def cross_entropy(self) -> CrossEntropy:
+        """The output layer's loss."""
+        return CrossEntropy(
+            region=self.region,
+            vocab_size=self.config.model.vocab_size,
+            z_loss_coeff=self.config.loss.z_loss_coeff,
+            chunk_tokens=self.config.loss.chunk_tokens,
+            logits_dtype=DTYPES[self.config.precision.logits],
+        )
+
     def computation(self, step: jax.Array | None = None, head: Any = None) -> Computation:
         """A microbatch's way to its objective; ``step`` turns dropout on.
 
@@ -69,13 +80,7 @@ class Objective:
             self.plan.gathers_in_layer and config.parallel.reshard_after_forward,
             self.region.sizes["pipeline"] > 1,
         )
-        cross_entropy = CrossEntropy(
-            region=self.region,
-            vocab_size=config.model.vocab_size,
-            z_loss_coeff=config.loss.z_loss_coeff,
-            chunk_tokens=config.loss.chunk_tokens,
-            logits_dtype=DTYPES[config.precision.logits],
-        )
+        cross_entropy = self.cross_entropy
         positions = self.context.own_positions(self.seq_length)
         tables = model.tables(positions)
 

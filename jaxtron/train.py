@@ -13,6 +13,7 @@ from jaxtron.config.config import Config
 from jaxtron.config.help import help_config
 from jaxtron.config.load import load_config
 from jaxtron.launch.initialize import launch, shutdown
+from jaxtron.observe.kernels import kernels_of
 from jaxtron.trainer import Trainer
 
 EXAMPLE = """example:
@@ -61,10 +62,12 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 
 def _train(config: Config) -> int:
-    result = Trainer(config).fit()
+    trainer = Trainer(config)
+    log = logging.getLogger(__name__)
+    log.info("kernels: %s", ", ".join(f"{k} {v}" for k, v in kernels_of(trainer.program).items()))
+    result = trainer.fit()
     eval_loss = "" if result.eval_loss is None else f", eval loss {result.eval_loss:.4f}"
     loss = "" if result.loss is None else f", loss {result.loss:.4f}"
-    log = logging.getLogger(__name__)
     if result.skipped:
         log.warning("%d steps of this launch updated nothing (`skipped`)", result.skipped)
     log.info("stopped at step %d (%s)%s%s", result.step, result.reason, loss, eval_loss)

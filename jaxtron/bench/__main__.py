@@ -174,7 +174,7 @@ def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
         lengths=None if args.documents is None else DocumentLengths(*args.documents),
         padded=args.padded,
     )
-    print(result.line(), flush=True)
+    print("\n".join([result.line(), *result.circumstances()]), flush=True)
     if args.json is not None:
         with args.json.open("a") as file:
             file.write(result.to_json() + "\n")

@@ -143,7 +143,7 @@ def run_matrix(
         else:
             [line] = json_file.read_text().splitlines()[len(lines) :]
             outcome = Outcome(case.name, json.loads(line))
-            report(done.stdout.strip())
+            report(done.stdout.strip().partition("\n")[0])
         outcomes.append(outcome)
     return outcomes
 

@@ -4,9 +4,11 @@ import dataclasses
 import itertools
 import json
 import platform
+import re
 import statistics
 import time
-from importlib.metadata import version
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from jaxtron.config.config import Config
 from jaxtron.data.packing import packed_row
 from jaxtron.dynamic_program import DynamicProgram
 from jaxtron.observe.flops import mean_causal_keys
-from jaxtron.observe.hardware import memory_figures, peak_tflops
+from jaxtron.observe.hardware import memory_figures, peak_fp8_tflops, peak_tflops
+from jaxtron.observe.kernels import kernels_of
 from jaxtron.observe.throughput import Keys, Throughput
 from jaxtron.parallel.context.dynamic import dynamic_context
 from jaxtron.program import Program
+
+NVIDIA_LIBRARIES = re.compile(r"nvidia-(cublas|cuda-runtime|cudnn|nccl)(-cu\d+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,37 +35,41 @@ class StepTiming:
     Attributes:
         name: of the case.
         step_time_s: median seconds of a whole optimizer step.
+        spread: longest less shortest timed step, as a share of the median.
         step_times_s: every timed step.
         tokens_per_s_per_gpu: at the median.
         tflops_per_gpu: causal attention counted (Megatron's present formula).
         tflops_per_gpu_full_attention: the older convention.
         mfu: causal TFLOP/s over the card's dense bf16 peak; None on an unknown device.
+        mfu_fp8: the same over its dense FP8 peak; None too where nothing is in FP8.
         memory_peak_bytes: fullest device; None where it is not counted.
         compile_s: from call to the end of the first step.
         loss: of the last timed step.
         grad_norm: of the first step.
         layout: mesh axes above 1 and how state is sharded.
         microbatches: per step.
-        attention: kernel.
+        kernels: who computes attention and the matrix products, and the loss's chunks.
         device: device kind, and how many.
-        versions: of Python and libraries.
+        versions: of Python, JAX's libraries, and CUDA's where there are GPUs.
         xla_flags: as the process saw them.
     """
 
     name: str
     step_time_s: float
+    spread: float
     step_times_s: list[float]
     tokens_per_s_per_gpu: float
     tflops_per_gpu: float
     tflops_per_gpu_full_attention: float
     mfu: float | None
+    mfu_fp8: float | None
     memory_peak_bytes: int | None
     compile_s: float
     loss: float
     grad_norm: float
     layout: dict[str, Any]
     microbatches: int
-    attention: str
+    kernels: dict[str, str]
     device: str
     versions: dict[str, str]
     xla_flags: str
@@ -72,15 +81,30 @@ class StepTiming:
     def line(self) -> str:
         """One line for people."""
         mfu = "" if self.mfu is None else f" MFU {100 * self.mfu:4.1f}%"
+        if self.mfu_fp8 is not None:
+            mfu += f" ({100 * self.mfu_fp8:.1f}% of FP8)"
         memory = self.memory_peak_bytes
         peak = "" if memory is None else f" peak {memory / 2**30:.1f} GiB"
-        spread = (max(self.step_times_s) - min(self.step_times_s)) / self.step_time_s
         return (
-            f"{self.name:32s} {self.step_time_s * 1e3:8.1f} ms (spread {100 * spread:.1f}%) "
-            f"{self.tokens_per_s_per_gpu:8.0f} tok/s/GPU {self.tflops_per_gpu:6.1f} TF/s/GPU"
+            f"{self.name:32s} {self.step_time_s * 1e3:8.1f} ms (spread {100 * self.spread:.1f}%) "
+            f"{self.tokens_per_s_per_gpu:8.0f} tok/s/GPU {self.tflops_per_gpu:6.1f} TF/s/GPU "
+            f"({self.tflops_per_gpu_full_attention:.1f} full attention)"
             f"{mfu}{peak} compile {self.compile_s:.0f} s loss {self.loss:.4f} "
             f"grad_norm {self.grad_norm:.4f}"
         )
+
+    def circumstances(self) -> list[str]:
+        """Lines for people: what was run, with what and on what."""
+
+        def listed(entries: Mapping[str, Any]) -> str:
+            return ", ".join(f"{name} {value}" for name, value in entries.items())
+
+        return [
+            f"layout: {listed(self.layout)}, microbatches {self.microbatches}",
+            f"kernels: {listed(self.kernels)}",
+            f"flags: {self.xla_flags or 'none'}",
+            f"versions: {listed(self.versions)}; {self.device}",
+        ]
 
 
 def random_batch(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
@@ -225,26 +249,48 @@ def time_step(
     layout["sequence_parallel"] = program.region.sequence_parallel
     layout["recompute"] = config.train.recompute
     layout["layer_loop"] = "unroll" if program.plan.unroll else "scan"
+    kind = devices[0].device_kind
+    fp8_peak = None if config.precision.fp8 is None else peak_fp8_tflops(kind)
     return StepTiming(
         name=name,
         step_time_s=median,
+        spread=(max(times) - min(times)) / median,
         step_times_s=times,
         tokens_per_s_per_gpu=float(rates["tokens_per_s_per_gpu"] or 0),
         tflops_per_gpu=float(rates["tflops_per_gpu"] or 0),
         tflops_per_gpu_full_attention=float(rates["tflops_per_gpu_full_attention"] or 0),
         mfu=rates["mfu"],
+        mfu_fp8=None if fp8_peak is None else float(rates["tflops_per_gpu"] or 0) / fp8_peak,
         memory_peak_bytes=memory_figures(devices)["memory_peak_bytes"],
         compile_s=compile_s,
         loss=float(metrics["loss"]),
         grad_norm=grad_norm,
         layout=layout,
         microbatches=program.batch_layout.num_microbatches,
-        attention=program.attention_backend.name,
-        device=f"{len(devices)} x {devices[0].device_kind}"
-        + ("" if peak_tflops(devices[0].device_kind) else " (peak unknown)"),
-        versions={
-            "python": platform.python_version(),
-            **{lib: version(lib) for lib in ("jax", "jaxlib", "flax", "optax")},
-        },
+        kernels=kernels_of(program),
+        device=f"{len(devices)} x {kind}" + ("" if peak_tflops(kind) else " (peak unknown)"),
+        versions=versions(devices[0].platform),
         xla_flags=xla_flags,
     )
+
+
+def versions(platform_name: str) -> dict[str, str]:
+    """Versions of what a step's speed depends on.
+
+    Args:
+        platform_name: of the devices; ``cpu`` has no CUDA libraries and no driver.
+    """
+    found = {
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")},
+    }
+    if platform_name == "cpu":
+        return found
+    for distribution in metadata.distributions():
+        name = distribution.metadata["Name"]
+        if name and NVIDIA_LIBRARIES.fullmatch(name):
+            found[name.removeprefix("nvidia-")] = distribution.version
+    driver = Path("/sys/module/nvidia/version")
+    if driver.exists():
+        found["driver"] = driver.read_text().strip()
+    return found

@@ -48,6 +48,17 @@ def peak_tflops(device_kind: str, override: float | None = None) -> float | None
     return None
 
 
+def peak_fp8_tflops(device_kind: str) -> float | None:
+    """Peak arithmetic of one device in dense FP8 [TFLOP/s]: twice that of bf16, from Ada on.
+
+    None for a device that the table does not know, or without FP8 tensor cores.
+    """
+    if re.search(r"\bA(10|[18]00)\b", device_kind):
+        return None
+    peak = peak_tflops(device_kind)
+    return None if peak is None else 2 * peak
+
+
 def memory_figures(devices: Sequence[jax.Device] | None = None) -> dict[str, int | None]:
     """Memory in use, for a metrics line.
 

@@ -1,6 +1,8 @@
 """The FP8 plan that a configuration asks for."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -19,6 +21,8 @@ from jaxtron.precision.fp8_plan import Fp8Plan
 from jaxtron.precision.fp8_te import require_transformer_engine
 from jaxtron.precision.fp8_weight import Backend, Fp8Recipe, Fp8Site
 from jaxtron.precision.quantise import E4M3, E5M2
+
+logger = logging.getLogger(__name__)
 
 
 def make_fp8_plan(
@@ -65,6 +69,11 @@ def make_fp8_plan(
     backend: Backend = "xla" if config.fp8_backend == "auto" else config.fp8_backend
     if backend == "te":
         require_transformer_engine(device.platform)
+    reason = "auto: XLA's products add residuals and gradient sums themselves, te's do not"
+    _log_once(
+        f"fp8 products: {backend} ({reason if config.fp8_backend == 'auto' else 'asked for'})"
+        + ("" if device.platform != "cpu" else "; a CPU multiplies the same values in fp32")
+    )
     recipe = Fp8Recipe(
         forward=E4M3,
         backward=E5M2 if config.fp8_format == "hybrid" else E4M3,
@@ -115,6 +124,11 @@ def make_fp8_plan(
         reduce_dtype=reduce_dtype,
         delayed=delayed,
     )
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.info(message)
 
 
 def _full_name(path: str, product: Product) -> str:
