@@ -53,6 +53,27 @@ def test_ten_steps_compile_once_donate_and_do_not_grow(tmp_path):
     assert max(live[1:7]) - live[1] < 1000 and live[9] == live[1], live
 
 
+def test_the_next_step_and_its_batch_do_not_wait_for_metrics(tmp_path, monkeypatch):
+    config = make_config(tmp_path, train={"steps": 4}, eval={"interval": 0})
+    trainer = make_trainer(config)
+    program, events = trainer.program, []
+    calls = {"dispatch": program.train_step, "place": program.place, "fetch": jax.device_get}
+
+    def watched(name):
+        def call(*args):
+            events.append(name)
+            return calls[name](*args)
+
+        return call
+
+    monkeypatch.setattr(program, "train_step", watched("dispatch"))
+    monkeypatch.setattr(program, "place", watched("place"))
+    monkeypatch.setattr(jax, "device_get", watched("fetch"))
+    trainer.fit()
+    one = ["place", "dispatch"]
+    assert events[:11] == [*one, *one, "fetch", *one, "fetch", *one, "fetch"]
+
+
 def test_restoring_holds_one_copy_of_the_state(tmp_path):
     sections = {"parallel": {"fsdp": 8}}
     make_trainer(make_config(tmp_path, **sections, train={"exit_interval": 1})).fit()
