@@ -227,7 +227,7 @@ class Program:
         config, sizes = self.config, self.sizes
         cut = context_layout(config.parallel, sizes["context"], degree)
         gather = config.parallel.context_strategy == "all_gather"
-        self.context = ContextAttention(cut, gather)
+        self.context = ContextAttention(cut, gather, config.parallel.context_cut_documents)
         heads_split = self.rules.size("heads") * cut.all_to_all
         self.attention_backend = choose_backend(
             config.model.attention_backend,

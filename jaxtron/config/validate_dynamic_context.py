@@ -80,7 +80,8 @@ def _rows_fit(config: Config, axes: Axes) -> Iterator[str]:
     if own % split:
         yield (
             f"a device has {own} tokens of a row (parallel.max_seqlen_per_dp_cp_rank, by default "
-            f"data.seq_length / parallel.context), which 2 × parallel.tensor {tensor} must divide: "
+            f"data.seq_length / parallel.context), which {split} must divide (two chunks, "
+            f"parallel.tensor {tensor}): "
             f"set parallel.max_seqlen_per_dp_cp_rank to {-(-own // split) * split}"
         )
     if own * context < config.data.seq_length:

@@ -158,6 +158,41 @@ def _context_strategy_fits(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _documents_can_be_cut(config: Config, axes: Axes) -> Iterator[str]:
+    parallel, model, data = config.parallel, config.model, config.data
+    if parallel.context_cut_documents is None or axes["context"] == 1:
+        return
+    shown = f"parallel.context_cut_documents is {parallel.context_cut_documents}"
+    without = "or parallel.context_cut_documents to null"
+    if parallel.context_strategy == "all_to_all":
+        yield (
+            f"{shown} and parallel.context_strategy is all_to_all, where every device computes "
+            "whole rows and there is nothing to balance: set parallel.context_cut_documents to "
+            "null, or parallel.context_strategy to ring, all_gather or hierarchical"
+        )
+    off = [k for k in ("reset_attention_mask", "reset_position_ids") if not getattr(data, k)]
+    if off:
+        yield (
+            f"{shown}, but documents of a row see each other or know their place in it: set "
+            f"{' and '.join(f'data.{name}' for name in off)} to true, {without}"
+        )
+    for name, off_value in (
+        ("window_size", None),
+        ("mtp_num_layers", None),
+        ("moe_expert_capacity_factor", None),
+        ("attention_dropout", 0),
+        ("hidden_dropout", 0),
+        ("moe_input_jitter_eps", None),
+    ):
+        value = getattr(model, name)
+        if value is not None and value != off_value:
+            yield (
+                f"{shown} and model.{name} is {value}, which goes by a token's place in the row, "
+                f"and cut documents change it: set model.{name} to "
+                f"{'null' if off_value is None else off_value}, {without}"
+            )
+
+
 def _attention_heads_per_device(config: Config, axes: Axes) -> tuple[int, int]:
     """Query heads and key/value heads of one device, as the rules of the logical axes split them.
 
@@ -264,6 +299,7 @@ AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _sequence_parallel_has_tensor,
     _sequence_splits,
     _context_strategy_fits,
+    _documents_can_be_cut,
     _recompute_names_exist,
     _batch_divides,
     _microbatches_at_once_exist,

@@ -26,8 +26,9 @@ class BlockMask:
     """Which keys of a block its queries see, in causal attention.
 
     Attributes:
-        query_positions: int32 [query], positions in the row, ascending.
-        key_positions: int32 [key], positions in the row, ascending.
+        query_positions: int32 [query], positions in the row, ascending. Where documents are cut
+            by themselves (``parallel/context/balance.py``) these are places in the order of chunks.
+        key_positions: int32 [key], as for the queries.
         query_segments: int32 [batch, query] numbers of documents, or None.
         key_segments: int32 [batch, key], or None.
         own_keys: the keys are those of the very same tokens as the queries; otherwise every key
@@ -63,8 +64,11 @@ class BlockMask:
         if self.window is not None:
             some &= jnp.min(self.query_positions) - jnp.max(self.key_positions) < self.window
         if self.query_segments is not None and self.key_segments is not None:
-            first = jnp.min(self.query_segments, axis=1)
-            some &= jnp.any(first <= jnp.max(self.key_segments, axis=1))
+            queries, keys = self.query_segments, self.key_segments
+            overlap = jnp.min(queries, axis=1) <= jnp.max(keys, axis=1)
+            # chunks of whole documents: keys of a chunk before may belong to later documents
+            overlap &= jnp.min(keys, axis=1) <= jnp.max(queries, axis=1)
+            some &= jnp.any(overlap)
         return some
 
     def all_visible(self) -> jax.Array:

@@ -111,7 +111,9 @@ def _context(inspection: Inspection) -> str:
         "hierarchical": f"heads exchanged in groups of {parallel.context_all_to_all}, "
         "keys and values passed around a ring across them",
     }[parallel.context_strategy]
-    return f"{size} parts of the sequence, {parallel.context_strategy}: {how}"
+    least = parallel.context_cut_documents
+    apart = "" if least is None else f"; documents of {least} tokens or more cut by themselves"
+    return f"{size} parts of the sequence, {parallel.context_strategy}: {how}{apart}"
 
 
 def _recompute(train: TrainConfig) -> str:

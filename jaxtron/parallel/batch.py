@@ -67,6 +67,7 @@ class BatchPlacement:
         if "segment_ids" in batch and "document_length" not in batch:
             lengths = document_lengths(batch["segment_ids"], batch["loss_mask"])
             batch = {**batch, "document_length": lengths}
+        batch = self.context.balanced(batch)
         r = self.rows_per_microbatch
         position = {column: i for i, column in enumerate(self._columns)}
 

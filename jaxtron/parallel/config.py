@@ -48,6 +48,12 @@ class ParallelConfig:
     context_all_to_all: int | None = key(
         None, "Members of context that exchange heads with each other; hierarchical only.", ge=2
     )
+    context_cut_documents: int | None = key(
+        None,
+        "Cut each document of a packed row that has this many tokens or more in zig-zag chunks of "
+        "its own, so that the members of a ring or all_gather share its work; null: cut rows.",
+        ge=1,
+    )
     dynamic_context: bool = key(
         False,
         "Cut every step's documents into microbatches of their own, in which a document is split "

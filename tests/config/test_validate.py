@@ -17,6 +17,9 @@ DYNAMIC = ["parallel.dynamic_context=true", "data.eod_token=0"] + [
     f"data.{name}=true" for name in ("reset_attention_mask", "reset_position_ids")
 ]
 
+# documents of 16 tokens or more are cut by themselves
+CUT = [*DYNAMIC[1:], "parallel.context=2", "parallel.context_cut_documents=16"]
+
 # (overrides, devices, words of the message, overrides that fix it)
 REFUSED = {
     "more_microbatches_at_once_than_there_are": (
@@ -70,7 +73,7 @@ REFUSED = {
     "dynamic_context_with_an_odd_share": (
         [*DYNAMIC, "parallel.context=2", "parallel.max_seqlen_per_dp_cp_rank=33"],
         8,
-        ["33 tokens of a row", "max_seqlen_per_dp_cp_rank to 34"],
+        ["33 tokens of a row", "which 2 must divide", "max_seqlen_per_dp_cp_rank to 34"],
         ["parallel.max_seqlen_per_dp_cp_rank=34"],
     ),
     "dynamic_context_with_too_high_a_least_degree": (
@@ -226,6 +229,24 @@ REFUSED = {
         8,
         ["parallel.context_all_to_all is 2", "all_gather", "hierarchical", "null"],
         ["parallel.context_strategy=hierarchical"],
+    ),
+    "cut_documents_where_devices_compute_whole_rows": (
+        [*CUT, "parallel.context_strategy=all_to_all", "model.num_query_groups=2"],
+        8,
+        ["context_cut_documents is 16", "all_to_all", "nothing to balance", "to null"],
+        ["parallel.context_strategy=ring"],
+    ),
+    "cut_documents_that_see_each_other": (
+        [*CUT, "data.reset_attention_mask=false"],
+        8,
+        ["context_cut_documents is 16", "data.reset_attention_mask to true"],
+        ["data.reset_attention_mask=true"],
+    ),
+    "cut_documents_with_a_window_of_places": (
+        [*CUT, "model.window_size=8"],
+        8,
+        ["context_cut_documents is 16", "model.window_size is 8", "model.window_size to null"],
+        ["parallel.context_cut_documents=null"],
     ),
     "ring_inside_a_pipeline": (
         ["parallel.context=2", "parallel.pipeline=2", "parallel.context_strategy=ring"],

@@ -148,6 +148,20 @@ def test_tiles_are_computed_where_something_is_visible_and_masked_where_not_all_
     assert {plain for _, _, plain in computed} == {True, False}
 
 
+@pytest.mark.parametrize(("keys", "some"), [([4, 4, 5, 5], False), ([0, 1, 1, 5], True)])
+def test_keys_of_later_documents_make_no_pair_visible(keys: list[int], some: bool) -> None:
+    """Where documents are cut in chunks, a chunk before holds parts of later documents."""
+    mask = BlockMask(
+        query_positions=jnp.arange(4, 8),
+        key_positions=jnp.arange(4),
+        query_segments=jnp.array([[0, 0, 1, 1]]),
+        key_segments=jnp.array([keys]),
+        own_keys=False,
+        window=None,
+    )
+    assert bool(mask.any_visible()) == some
+
+
 def test_log_sum_exp_is_the_natural_logarithm_of_the_sum_over_visible_keys() -> None:
     q, k, v, _ = arrays()
     _, lse = merged(q, k, v, MASKS["documents"])

@@ -36,8 +36,13 @@ DEFAULT: dict[str, dict[str, Any]] = {
         "parallel": {"context": 2, "context_strategy": "ring"},
         "train": {"num_microbatches": 4},
     },
-    "all_gather4-tensor2-packed": {
-        "parallel": {"context": 4, "tensor": 2, "data_sharding": "no_shard"},
+    "all_gather4-tensor2-cut-documents": {
+        "parallel": {
+            "context": 4,
+            "tensor": 2,
+            "data_sharding": "no_shard",
+            "context_cut_documents": 3,
+        },
         "data": PACKED,
         "train": {"num_microbatches": 2, "recompute": "selective"},
     },

@@ -22,7 +22,14 @@ PACKED = {
     "reset_position_ids": True,
 }
 ARMS: dict[str, dict[str, Any]] = {
-    "ring 4, tensor 2": {"parallel": {"context": 4, "context_strategy": "ring", "tensor": 2}},
+    "ring 4, tensor 2, cut documents": {
+        "parallel": {
+            "context": 4,
+            "context_strategy": "ring",
+            "tensor": 2,
+            "context_cut_documents": 5,
+        }
+    },
     "all_to_all 2, data 2, fsdp 2": {
         "parallel": {
             "context": 2,

@@ -1,6 +1,7 @@
 """Attention over a sequence split over ``context``, by the strategy of the configuration."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -13,6 +14,7 @@ from jaxtron.kernels.attention import dot_product_attention
 from jaxtron.kernels.attention_spec import AttentionBackend
 from jaxtron.layers.dropout import AttentionDropout
 from jaxtron.layers.inputs import Attend
+from jaxtron.parallel.context.balance import cut_documents
 from jaxtron.parallel.context.blockwise import BlockInputs, Blockwise, blockwise_attention
 from jaxtron.parallel.context.heads import heads_for_tokens, own_heads, tokens_for_heads
 from jaxtron.parallel.context.layout import AXIS, ContextLayout
@@ -28,10 +30,24 @@ class ContextAttention:
     Attributes:
         layout: the cut of the sequence.
         gather: fetch keys and values by an all-gather, otherwise around the ring.
+        cut_documents: tokens from which a document of a packed row is cut in chunks of its own;
+            None: no document is.
     """
 
     layout: ContextLayout
     gather: bool
+    cut_documents: int | None = None
+
+    def balanced(self, rows: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Packed rows ``{name: [rows, seq]}`` whose long documents are spread over the chunks.
+
+        As :meth:`place` takes them, before it puts chunks on members.
+        """
+        if self.cut_documents is None or self.layout.chunks == 1 or "segment_ids" not in rows:
+            return rows
+        parts = {name: x.reshape(len(x) * self.layout.groups, -1) for name, x in rows.items()}
+        cut = cut_documents(parts, self.layout.chunks, self.cut_documents)
+        return {name: cut[name].reshape(x.shape) for name, x in rows.items()}
 
     def place(self, x: np.ndarray) -> np.ndarray:
         """Put the last axis of an array of rows in the order in which the axis holds it.

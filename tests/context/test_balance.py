@@ -1,0 +1,81 @@
+"""Documents of packed rows cut in zig-zag chunks of their own (issue 6, point 1)."""
+
+import numpy as np
+import pytest
+
+from jaxtron.parallel.context.attention import ContextAttention
+from jaxtron.parallel.context.balance import chunk_order, cut_documents
+from jaxtron.parallel.context.layout import ContextLayout
+
+
+def row_of(*lengths: int) -> np.ndarray:
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def test_a_row_by_hand() -> None:
+    # two chunks a document: 5 tokens are 3 + 2, then the 3 are 1 + 2, so both chunks hold 4
+    order, numbers = chunk_order(row_of(3, 5), chunks=2, least=3)
+    assert order.tolist() == [3, 4, 5, 0, 6, 7, 1, 2]
+    assert numbers.tolist() == [0, 0, 0, 1, 0, 0, 1, 1]
+
+
+def test_short_documents_are_cut_together() -> None:
+    # 4 tokens by themselves, 1 + 2 + 1 together
+    order, numbers = chunk_order(row_of(1, 4, 2, 1), chunks=4, least=4)
+    assert order.tolist() == [1, 0, 2, 5, 3, 6, 4, 7]
+    assert numbers.tolist() == [0, 1, 0, 2, 0, 2, 0, 3]
+
+
+@pytest.mark.parametrize("least", [1, 7, 1000])
+def test_every_chunk_has_its_share_of_every_long_document_in_order(least: int) -> None:
+    rng = np.random.default_rng(0)
+    chunks, seq = 8, 160
+    for _ in range(50):
+        cuts = np.sort(rng.choice(np.arange(1, seq), int(rng.integers(0, 30)), replace=False))
+        lengths = np.diff(np.concatenate([[0], cuts, [seq]]))
+        segments = row_of(*lengths)
+        order, numbers = chunk_order(segments, chunks, least)
+        assert sorted(order.tolist()) == list(range(seq))
+        document, in_chunks = segments[order], order.reshape(chunks, -1)
+        assert len({*zip(document.tolist(), numbers.tolist(), strict=True)}) == len(lengths)
+        for part in numbers.reshape(chunks, -1):
+            assert np.all(np.diff(part) >= 0)
+        for number, length in enumerate(lengths):
+            assert np.all(np.diff(order[document == number]) > 0)
+            if length >= least:
+                counts = [np.count_nonzero(segments[chunk] == number) for chunk in in_chunks]
+                assert {*counts} <= {length // chunks, -(-length // chunks)}
+
+
+def test_members_of_a_ring_have_equal_numbers_of_visible_pairs() -> None:
+    ring, length = 4, 512
+    segments = row_of(256, 200, 40, 16)
+    order, _ = chunk_order(segments, 2 * ring, 1)
+    starts = np.array([0, 256, 456, 496])
+    keys = np.arange(length) - starts[segments] + 1  # that a token sees
+
+    def pairs(tokens: np.ndarray) -> list[int]:
+        halves = tokens.reshape(2 * ring, -1)
+        return [int(keys[[*halves[g], *halves[2 * ring - 1 - g]]].sum()) for g in range(ring)]
+
+    cut, whole = pairs(order), pairs(np.arange(length))
+    assert sum(cut) == sum(whole) == int(keys.sum())
+    assert max(cut) < 1.02 * min(cut)
+    assert max(whole) > 1.5 * min(whole)
+
+
+def test_arrays_of_a_row_go_together_and_groups_are_cut_apart() -> None:
+    rng = np.random.default_rng(1)
+    segments = np.stack([row_of(5, 11), row_of(9, 2, 5)]).astype(np.int32)
+    tokens = rng.integers(0, 100, segments.shape)
+    cut = cut_documents({"tokens": tokens, "segment_ids": segments}, 4, 1)
+    for row in range(2):
+        order, numbers = chunk_order(segments[row], 4, 1)
+        np.testing.assert_array_equal(cut["tokens"][row], tokens[row][order])
+        np.testing.assert_array_equal(cut["segment_ids"][row], numbers)
+    # two groups of two members: their rows lie side by side
+    context = ContextAttention(ContextLayout(2, 1, 2), True, 1)
+    together = context.balanced(
+        {"tokens": tokens.reshape(1, -1), "segment_ids": segments.reshape(1, -1)}
+    )
+    np.testing.assert_array_equal(together["tokens"].reshape(2, -1), cut["tokens"])
