@@ -13,8 +13,9 @@ import jax
 from tests.parity.harness import assert_parity, reference, run
 
 PACKED = {"eod_token": 0, "reset_attention_mask": True, "reset_position_ids": True}
-# As many groups as heads, which leaves some to exchange on every layout.
+# As many groups as heads, which leaves some to exchange on every layout of eight members.
 HEADS = {"num_query_groups": 8}
+SIXTEEN_HEADS = {"num_attention_heads": 16, "num_query_groups": 16}
 
 
 # Four axes at once, on 16 devices.
@@ -30,28 +31,32 @@ FOUR_AXES: dict[str, dict[str, Any]] = {
 def product() -> dict[str, dict[str, Any]]:
     """{2, 4, 8} x strategies x {alone, tensor 2, fsdp 2, data 2, pipeline 2} x {plain, packed}.
 
-    A ring does not go with a pipeline.
+    A ring does not go with a pipeline. On four members also packed rows whose documents are cut
+    by themselves.
     """
     strategies = ("all_gather", "ring", "all_to_all", "hierarchical")
     others = ({}, {"tensor": 2}, {"fsdp": 2}, {"data": 2}, {"pipeline": 2})
     arms = {}
-    for context, strategy, other, packed in itertools.product(
-        (2, 4, 8), strategies, others, (False, True)
+    for context, strategy, other, rows in itertools.product(
+        (2, 4, 8), strategies, others, ("", "-packed", "-cut")
     ):
         if strategy == "hierarchical" and context == 2:
             continue  # has no two groups of two
-        if strategy == "all_to_all" and context * other.get("tensor", 1) > 8:
-            continue  # has more members than heads
         if strategy in ("ring", "hierarchical") and "pipeline" in other:
             continue
         name = "-".join([f"context{context}", strategy, *(f"{a}{n}" for a, n in other.items())])
         parallel = {"context": context, "context_strategy": strategy, **other}
         if strategy == "hierarchical":
             parallel["context_all_to_all"] = 2
-        arms[name + ("-packed" if packed else "")] = {
+        if rows == "-cut":
+            if strategy == "all_to_all" or context != 4:
+                continue
+            parallel["context_cut_documents"] = 3
+        many = strategy == "all_to_all" and context * other.get("tensor", 1) > 8
+        arms[name + rows] = {
             "parallel": parallel,
-            "model": HEADS,
-            "data": PACKED if packed else {},
+            "model": SIXTEEN_HEADS if many else HEADS,
+            "data": PACKED if rows else {},
             "train": {"num_microbatches": 2},
         }
     return arms
