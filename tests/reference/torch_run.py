@@ -5,7 +5,7 @@ written out again, so that an error in ours cannot hide in a shared helper.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +119,19 @@ def build(family: str, seed: int = 0) -> Any:
     return model.train()
 
 
-def train(model: Any, batches: Sequence[Batch], microbatches: int, plan: Plan) -> TorchRun:
-    """One update a batch; the loss is the mean over all valid tokens of the batch."""
+def train(
+    model: Any,
+    batches: Sequence[Batch],
+    microbatches: int,
+    plan: Plan,
+    start: Callable[[Batch], None] = lambda _: None,
+    added: Callable[[Batch], Any] = lambda _: 0.0,
+) -> TorchRun:
+    """One update a batch; the loss is the mean over all valid tokens of the batch.
+
+    ``start`` is called with every batch, and ``added`` with every part of it: what it returns is
+    added to the objective, not to the loss.
+    """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
     groups = [
@@ -136,7 +147,8 @@ def train(model: Any, batches: Sequence[Batch], microbatches: int, plan: Plan) -
     losses, norms, rates = [], [], []
     for batch in batches:
         optimizer.zero_grad()
-        losses.append(_backward(model, batch, microbatches))
+        start(batch)
+        losses.append(_backward(model, batch, microbatches, added))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)))
         rates.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -171,7 +183,7 @@ def forward(model: Any, batch: Batch) -> Any:
     ).logits
 
 
-def _backward(model: Any, batch: Batch, microbatches: int) -> float:
+def _backward(model: Any, batch: Batch, microbatches: int, added: Callable[[Batch], Any]) -> float:
     """Accumulate the gradient over equal cuts of the rows; return the loss."""
     valid = float(batch["loss_mask"].sum())
     total = 0.0
@@ -183,6 +195,6 @@ def _backward(model: Any, batch: Batch, microbatches: int) -> float:
             reduction="none",
         )
         loss = (nll * torch.from_numpy(part["loss_mask"]).flatten()).sum() / valid
-        loss.backward()
+        (loss + added(part)).backward()
         total += float(loss.detach())
     return total
