@@ -249,10 +249,17 @@ def _layers_fit_stages(config: Config, axes: Axes) -> Iterator[str]:
             "or more"
         )
     else:
+        dense, size = config.model.num_dense_layers, len(config.model.layer_block)
         try:
-            place_layers(config.model.stacked_blocks, stages, chunks, parallel.pipeline_layout)
+            place_layers(
+                config.model.stacked_blocks,
+                stages,
+                chunks,
+                parallel.pipeline_layout,
+                before=dense,
+                block=size,
+            )
         except ConfigError as error:
-            dense, size = config.model.num_dense_layers, len(config.model.layer_block)
             notes = []
             if dense:
                 notes.append(

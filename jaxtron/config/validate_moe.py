@@ -71,6 +71,13 @@ def _router_keys_agree(config: Config) -> Iterator[str]:
             "model.moe_router_enable_expert_bias is for sigmoid scores, but "
             "model.moe_router_score_function is softmax: set it to sigmoid, or the bias to false"
         )
+    rate = model.moe_router_bias_update_rate
+    if rate != _default("moe_router_bias_update_rate") and not model.moe_router_enable_expert_bias:
+        yield (
+            f"model.moe_router_bias_update_rate is {rate}, but "
+            "model.moe_router_enable_expert_bias is false, so there is no bias: set that to true, "
+            "or leave the rate out"
+        )
     if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type in ("sinkhorn", "none"):
         yield (
             f"model.moe_aux_loss_coeff is {model.moe_aux_loss_coeff} but "

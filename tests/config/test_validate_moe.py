@@ -84,6 +84,11 @@ REFUSED = {
         ["moe_shared_expert_gate", "no shared expert"],
         ["model.moe_shared_expert_intermediate_size=32"],
     ),
+    "rate_of_a_bias_without_bias": (
+        [*EXPERTS, "model.moe_router_bias_update_rate=0.01"],
+        ["moe_router_bias_update_rate is 0.01", "moe_router_enable_expert_bias is false"],
+        ["model.moe_router_score_function=sigmoid", "model.moe_router_enable_expert_bias=true"],
+    ),
     "experts_do_not_split": (
         ["model.num_experts=6", "parallel.expert=4"],
         ["model.num_experts 6", "parallel.expert 4"],
@@ -106,7 +111,7 @@ REFUSED = {
     ),
     "one_block_on_two_stages": (
         [*EXPERTS, "model.moe_layer_freq=4", "parallel.pipeline=2"],
-        ["blocks of 4 layers"],
+        ["num_layers 4 has 1 blocks of 4", "num_layers to 8", "blocks of 4 layers"],
         ["model.moe_layer_freq=2"],
     ),
     "layers_of_both_kinds_and_layers_out_of_fp8": (
@@ -126,7 +131,7 @@ REFUSED = {
     ),
     "dense_layers_in_a_pipeline": (
         [*EXPERTS, "model.moe_layer_freq=[0, 1, 1, 1]", "parallel.pipeline=2"],
-        ["num_layers 3", "the first 1 layers"],
+        ["num_layers 4 has 3 layers to place", "num_layers to 3 or 5", "the first 1 layers"],
         ["parallel.pipeline_layout=Ett|tL"],
     ),
     "dense_layers_and_layers_out_of_fp8": (

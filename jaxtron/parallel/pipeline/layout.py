@@ -48,8 +48,25 @@ class Placement:
         return tuple(held)
 
 
-def place_layers(num_layers: int, stages: int, chunks: int, layout: str | None) -> Placement:
+def place_layers(
+    num_layers: int,
+    stages: int,
+    chunks: int,
+    layout: str | None,
+    *,
+    before: int = 0,
+    block: int = 1,
+) -> Placement:
     """Place a model's layers by ``parallel.pipeline_layout``, or evenly when it is null.
+
+    Args:
+        num_layers: what is placed: layers, or blocks of several.
+        stages: of the pipeline.
+        chunks: of a stage.
+        layout: the key's value.
+        before: layers of the model in front of those that are placed; for messages, like
+            ``block``.
+        block: layers that count as one.
 
     Raises:
         ConfigError: the layers do not divide evenly and no layout is given, or the layout is
@@ -58,7 +75,7 @@ def place_layers(num_layers: int, stages: int, chunks: int, layout: str | None) 
     virtual = stages * chunks
     if layout is None:
         if num_layers % virtual:
-            raise ConfigError(_uneven(num_layers, stages, chunks))
+            raise ConfigError(_uneven(num_layers, stages, chunks, before, block))
         counts = [num_layers // virtual] * virtual
     else:
         counts = parse_layout(layout)
@@ -70,8 +87,8 @@ def place_layers(num_layers: int, stages: int, chunks: int, layout: str | None) 
             )
         if sum(counts) != num_layers:
             raise ConfigError(
-                f"{_KEY} {layout!r} places {sum(counts)} layers (t), but model.num_layers is "
-                f"{num_layers}: set {_fix(num_layers, virtual)}"
+                f"{_KEY} {layout!r} places {sum(counts)} layers (t), but "
+                f"{_to_place(num_layers, before, block)}: set {_fix(num_layers, virtual)}"
             )
     ends = list(accumulate(counts))
     ranges = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -87,8 +104,8 @@ def parse_layout(layout: str) -> list[int]:
     symbols = _written_out(layout)
     if "m" in symbols:
         raise ConfigError(
-            f"{_KEY} {layout!r} places a multi-token prediction layer (m), and the model has "
-            "none: leave m out"
+            f"{_KEY} {layout!r} places a multi-token prediction layer (m), but every stage "
+            "computes these (model.mtp_num_layers): leave m out"
         )
     inner = symbols.removeprefix("E").removesuffix("L")
     if len(symbols) - len(inner) != 2 or "E" in inner or "L" in inner:
@@ -135,15 +152,25 @@ def _example(num_layers: int, virtual: int) -> str:
     return repr(layout_text(balanced(num_layers, virtual)))
 
 
-def _uneven(num_layers: int, stages: int, chunks: int) -> str:
+def _to_place(num_layers: int, before: int, block: int) -> str:
+    if not before and block == 1:
+        return f"model.num_layers is {num_layers}"
+    things = "layers" if block == 1 else f"blocks of {block}"
+    return f"model.num_layers {before + num_layers * block} has {num_layers} {things} to place"
+
+
+def _uneven(num_layers: int, stages: int, chunks: int, before: int, block: int) -> str:
     virtual = stages * chunks
     below = num_layers // virtual * virtual
-    sizes = " or ".join(str(count) for count in (below, below + virtual) if count)
+    sizes = " or ".join(str(before + count * block) for count in (below, below + virtual) if count)
+    what = f"model.num_layers {num_layers} is"
+    if before or block > 1:
+        what = f"{_to_place(num_layers, before, block)}, which is"
     uneven = ""
     if num_layers > virtual:
         uneven = f", or place them unevenly: {_KEY}={_example(num_layers, virtual)}"
     return (
-        f"model.num_layers {num_layers} is not a multiple of parallel.pipeline {stages} × "
+        f"{what} not a multiple of parallel.pipeline {stages} × "
         f"parallel.virtual_pipeline {chunks} = {virtual}: set model.num_layers to {sizes}, or "
         f"another number of stages{uneven}"
     )
