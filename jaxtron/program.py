@@ -27,7 +27,7 @@ from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.expert_bias import split_buffers
-from jaxtron.layers.moe.layer import check_dispatcher
+from jaxtron.layers.moe.layer import check_experts
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
@@ -104,8 +104,10 @@ class Program:
         self.batch_layout = batch_layout(config, self.sizes)
         self.batch_schedule = batch_schedule(config.train)
         self.platform = platform = devices[0].platform
-        check_dispatcher(config.model, self.rules.size("experts"), platform)
         parallel, precision = config.parallel, config.precision
+        fp8_experts = precision.fp8 is not None and precision.fp8_experts
+        compute = jnp.dtype(DTYPES[precision.compute])
+        check_experts(config.model, self.rules, compute, fp8_experts, platform)
         differ = has_layer_exceptions(precision)
         unroll = unrolls(config.train, platform, layers_differ=differ)
         sequence_parallel = parallel.sequence_parallel

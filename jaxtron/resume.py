@@ -17,9 +17,25 @@ from jaxtron.program import Program, State
 
 log = logging.getLogger(__name__)
 
-# Keys that may differ between the run that saved and the run that goes on: they change neither the
-# function that the weights compute nor which samples come next.
-_FREE_MODEL_KEYS = {"attention_backend", "attention_dropout", "hidden_dropout"}
+# Keys that may differ between the run that saved and the run that goes on: they say how something
+# is computed, or what training adds, drops and disturbs, which recipes change on the way
+# (DeepSeek-V3's bias stands still at the end, its weight of further tokens falls). None of them
+# changes which samples come next, or what weights compute for a token that nothing is taken from.
+_FREE_MODEL_KEYS = {
+    "attention_backend",
+    "attention_dropout",
+    "hidden_dropout",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm_backend",
+    "moe_per_layer_logging",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_input_jitter_eps",
+    "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
+    "mtp_loss_scaling_factor",
+}
 _ORDER_KEYS = (
     "train.seed",
     "train.global_batch_size",
@@ -163,7 +179,11 @@ def check_architecture(config: Config, meta: Mapping[str, Any], where: str) -> N
         log.warning("%s does not record its configuration: only array shapes are compared", where)
         return
     saved, now = meta["config"], to_dict(config)
-    names = tuple(f"model.{k}" for k in now["model"] if k not in _FREE_MODEL_KEYS)
+    free = set(_FREE_MODEL_KEYS)
+    balancing = "model.moe_router_load_balancing_type"
+    if "sinkhorn" not in (_value(saved, balancing), _value(now, balancing)):
+        free.add("moe_router_load_balancing_type")  # a loss; sinkhorn chooses experts
+    names = tuple(f"model.{k}" for k in now["model"] if k not in free)
     if problems := _differences(saved, now, names):
         raise CheckpointError(
             f"{where} holds another model than the configuration describes:\n  "

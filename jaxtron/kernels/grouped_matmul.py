@@ -24,8 +24,10 @@ GROUPED_MATMULS: dict[str, GroupedMatmul] = {
 """Backends by name, in the order in which ``auto`` tries them."""
 
 
-def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> GroupedMatmul:
-    """Pick the kernel for ``spec`` and log the choice, with the reasons of those that refused.
+def find_grouped_matmul(
+    name: str, spec: GroupedMatmulSpec, platform: str
+) -> tuple[GroupedMatmul, list[str]]:
+    """The kernel for ``spec``, and the reasons of those before it that refused.
 
     Args:
         name: ``model.moe_grouped_gemm_backend``: ``auto`` takes the first that supports ``spec``.
@@ -33,17 +35,13 @@ def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> 
         platform: ``cpu`` or ``gpu``.
 
     Raises:
-        ConfigError: a backend asked for by name refuses.
+        ConfigError: a backend asked for by name refuses, or all do.
     """
     refusals: list[str] = []
     for backend in GROUPED_MATMULS.values() if name == "auto" else (GROUPED_MATMULS[name],):
         reason = backend.supports(spec, platform)
         if reason is None:
-            chosen = "auto" if name == "auto" else "asked for"
-            _log_once("; ".join([f"grouped matmul: {backend.name} ({chosen})", *refusals]))
-            if isinstance(backend, BucketedGroupedMatmul):
-                return backend.fitted(spec)
-            return backend
+            return backend, refusals
         refusals.append(f"{backend.name} refused: {reason}")
     if spec.fp8:
         raise ConfigError(
@@ -54,6 +52,14 @@ def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> 
         f"model.moe_grouped_gemm_backend={name} cannot be used: {'; '.join(refusals)}; set "
         "model.moe_grouped_gemm_backend to auto"
     )
+
+
+def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> GroupedMatmul:
+    """:func:`find_grouped_matmul`, fitted to ``spec``; the choice and the refusals are logged."""
+    backend, refusals = find_grouped_matmul(name, spec, platform)
+    chosen = "auto" if name == "auto" else "asked for"
+    _log_once("; ".join([f"grouped matmul: {backend.name} ({chosen})", *refusals]))
+    return backend.fitted(spec) if isinstance(backend, BucketedGroupedMatmul) else backend
 
 
 @cache

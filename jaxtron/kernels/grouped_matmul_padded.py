@@ -24,7 +24,7 @@ class PaddedGroupedMatmul:
         if spec.most is None:
             return (
                 "without a capacity (model.moe_expert_capacity_factor is null) every expert would "
-                f"multiply all {spec.rows} rows"
+                "multiply all rows"
             )
         return None
 

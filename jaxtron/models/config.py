@@ -118,7 +118,9 @@ class ModelConfig:
         False, "Balance without a loss: a bias per expert that only the choice sees."
     )
     moe_router_bias_update_rate: float = key(
-        1e-3, "Change of the bias per step, up for an expert with less than the mean load.", gt=0
+        1e-3,
+        "Change of the bias per step, up for an expert with less than the mean load; 0: it stays.",
+        ge=0,
     )
     moe_router_force_load_balancing: bool = key(
         False, "Benchmarks only: experts by turns, whatever the router says."

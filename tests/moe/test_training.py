@@ -10,10 +10,10 @@ import pytest
 
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.checkpoint.config import CheckpointConfig
-from jaxtron.errors import ConfigError
+from jaxtron.errors import CheckpointError, ConfigError
 from jaxtron.layers.moe.step import load_metrics
 from jaxtron.program import Program
-from jaxtron.resume import with_fresh_optimizer
+from jaxtron.resume import check_architecture, run_meta, with_fresh_optimizer
 from tests.moe.arms import BIAS, LATENT, T_MOE
 from tests.parity.harness import assert_close_leaves, make_batch, make_config, rows_of
 from tests.program.jaxprs import equations
@@ -121,6 +121,26 @@ def test_a_checkpoint_resumes_on_another_mesh(tmp_path: Any, target: dict[str, i
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def test_a_resumed_run_may_dispatch_and_balance_otherwise() -> None:
+    def config(**model: Any) -> Any:
+        return make_config(model={**T_MOE, **BIAS, "mtp_num_layers": 1, **model})
+
+    meta = run_meta(config(), 0)
+    # as DeepSeek-V3's recipe at its end: the bias stands still, and further tokens weigh less
+    changes = {"moe_router_bias_update_rate": 0.0, "mtp_loss_scaling_factor": 0.05}
+    dispatch = {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm_backend": "xla"}
+    losses = {"moe_aux_loss_coeff": 0.5, "moe_router_load_balancing_type": "aux_loss"}
+    check_architecture(config(**changes, **dispatch, **losses), meta, "the checkpoint")
+    for other in ({"moe_router_topk": 1}, {"moe_router_topk_scaling_factor": 2.0}):
+        with pytest.raises(CheckpointError, match=f"model.{next(iter(other))}"):
+            check_architecture(config(**other), meta, "the checkpoint")
+    balanced = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
+    with pytest.raises(CheckpointError, match="model.moe_router_load_balancing_type"):
+        check_architecture(
+            make_config(model=T_MOE | balanced), run_meta(make_config(model=T_MOE), 0), "it"
+        )
+
+
 def test_evaluation_does_not_jitter_and_counts_valid_tokens() -> None:
     jittered = program_of({"moe_input_jitter_eps": 0.5})
     plain = program_of({})
@@ -148,3 +168,13 @@ def test_the_ragged_exchange_is_refused_where_xla_has_none() -> None:
     with pytest.raises(ConfigError, match="set it to alltoall"):
         program_of(ragged, {"expert": 2})
     program_of(ragged)  # nothing to exchange
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [("padded", "without a capacity"), ("mosaic_gpu", "this is a cpu")]
+)
+def test_a_kernel_that_cannot_work_is_refused_before_anything_is_compiled(
+    backend: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"moe_grouped_gemm_backend={backend}.*{reason}"):
+        program_of({"moe_grouped_gemm_backend": backend})

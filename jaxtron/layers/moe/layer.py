@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtron.errors import ConfigError
-from jaxtron.kernels.grouped_matmul import choose_grouped_matmul
+from jaxtron.kernels.grouped_matmul import choose_grouped_matmul, find_grouped_matmul
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
 from jaxtron.layers.mlp import MLP
@@ -18,6 +18,7 @@ from jaxtron.layers.moe.experts import Experts
 from jaxtron.layers.moe.router import Router
 from jaxtron.layers.moe.tokens import Tokens
 from jaxtron.layers.parameter import normal
+from jaxtron.mesh.rules import LogicalRules
 from jaxtron.models.config import ModelConfig
 
 DISPATCHERS: dict[str, Dispatcher] = {
@@ -28,22 +29,40 @@ DISPATCHERS: dict[str, Dispatcher] = {
 """Dispatchers by name, as ``model.moe_token_dispatcher_type`` spells them."""
 
 
-def check_dispatcher(config: ModelConfig, devices: int, platform: str) -> None:
-    """Refuse a dispatcher that the hardware does not have.
+def check_experts(
+    config: ModelConfig, rules: LogicalRules, dtype: jnp.dtype, fp8: bool, platform: str
+) -> None:
+    """Refuse a dispatcher or a kernel that the hardware or the model does not allow.
 
     Args:
         config: the model.
-        devices: that share the experts.
+        rules: over which axes experts are split.
+        dtype: of the products.
+        fp8: whether experts are multiplied in FP8.
         platform: ``cpu`` or ``gpu``.
 
     Raises:
-        ConfigError: ``ragged`` on CPUs.
+        ConfigError: ``ragged`` on CPUs, or no kernel of ``moe_grouped_gemm_backend``.
     """
+    if config.num_experts is None:
+        return
+    devices = rules.size("experts")
     if config.moe_token_dispatcher_type == "ragged" and devices > 1 and platform == "cpu":
         raise ConfigError(
             "model.moe_token_dispatcher_type is ragged, but XLA has no ragged exchange between "
             "CPUs: set it to alltoall, which gives the same numbers"
         )
+    spec = GroupedMatmulSpec(
+        rows=1,  # as for ``expected`` and ``most``, no kernel's refusal depends on the number
+        experts=config.num_experts // devices,
+        inner=config.hidden_size,
+        outer=config.expert_ffn // rules.size("expert_mlp"),
+        dtype=dtype,
+        expected=1,
+        most=None if config.moe_expert_capacity_factor is None else 1,
+        fp8=fp8,
+    )
+    find_grouped_matmul(config.moe_grouped_gemm_backend, spec, platform)
 
 
 class MoE(nnx.Module):
