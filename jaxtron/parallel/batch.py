@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtron.mesh.rules import LogicalRules
 from jaxtron.parallel.context.attention import ContextAttention
-from jaxtron.parallel.context.documents import document_lengths
+from jaxtron.parallel.context.documents import cut_padding, document_lengths
 
 Batch = Mapping[str, np.ndarray]
 
@@ -67,6 +67,9 @@ class BatchPlacement:
         if "segment_ids" in batch and "document_length" not in batch:
             lengths = document_lengths(batch["segment_ids"], batch["loss_mask"])
             batch = {**batch, "document_length": lengths}
+        if "segment_ids" in batch:
+            documents = cut_padding(batch["segment_ids"], batch["document_length"])
+            batch = {**batch, "segment_ids": documents}
         batch = self.context.balanced(batch)
         r = self.rows_per_microbatch
         position = {column: i for i, column in enumerate(self._columns)}

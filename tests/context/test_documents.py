@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from jaxtron.errors import DataError
-from jaxtron.parallel.context.documents import document_lengths, find_documents, pack_documents
+from jaxtron.parallel.context.documents import (
+    cut_padding,
+    document_lengths,
+    find_documents,
+    pack_documents,
+)
 
 # two documents and padding; one whose end is not trained, one that is not trained, one of 1 token
 SEGMENTS = np.array([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 1, 1, 5, 6]], np.int32)
@@ -18,6 +23,15 @@ def test_documents_end_at_their_last_trained_token() -> None:
     assert document_lengths(SEGMENTS, MASK).tolist() == [
         [3, 3, 3, 2, 2, 0, 0, 0],
         [3, 3, 3, 0, 0, 0, 1, 0],
+    ]
+
+
+def test_padding_is_cut_in_pieces_and_documents_stay_apart() -> None:
+    lengths = document_lengths(SEGMENTS, MASK)
+    # row 0: padding from place 5, pieces begin at 6; row 1: untrained ends are padding, too
+    assert cut_padding(SEGMENTS, lengths, size=3).tolist() == [
+        [0, 0, 0, 1, 1, 2, 3, 3],
+        [0, 0, 0, 1, 2, 2, 3, 4],
     ]
 
 

@@ -56,6 +56,14 @@ def test_short_documents_fill_rows_beside_a_long_one_without_slowing_it() -> Non
     assert [m.rows for m in made] == [((1,), (2, 0))]
 
 
+def test_a_document_that_would_be_left_over_may_slow_a_row_a_little() -> None:
+    # squares 3600, 2500, 1600, 400: an even share is 4050, and beside the 50 the 40 makes 4100
+    menu = (MenuEntry(1, 100),)
+    [made] = schedule([60, 50, 40, 20], menu=menu, context=2, data_shards=1, cost=COST)
+    assert made.rows == ((0, 3), (1, 2))
+    assert made.seconds == pytest.approx(100e-6 + 4100 * 1e-9)
+
+
 def long_tailed(seed: int, count: int) -> list[int]:
     """Log-normal lengths around 2000 tokens, up to 65536."""
     rng = np.random.default_rng(seed)

@@ -8,7 +8,9 @@ memory; short ones, packed together, waste less with a low one, where fewer devi
 The search is greedy, as in Megatron's scheduler for dynamic context parallelism: the longest
 document left opens a microbatch, and others fill its rows without making it slower. Here every
 entry of the menu that holds the document is tried, and the one with the most useful work per device
-second is taken. Pure functions of the lengths: every process computes the same schedule.
+second is taken. How far others may slow a microbatch down is a matter of the batch: a strict
+limit leaves a few documents over, which cost a microbatch more. So some limits are tried, and the
+quickest schedule is taken. Pure functions of the lengths: every process computes the same schedule.
 """
 
 import math
@@ -17,6 +19,9 @@ from dataclasses import dataclass
 
 from jaxtron.errors import ConfigError, DataError
 from jaxtron.observe.flops import mean_causal_keys
+
+SLACKS = (1 + 1e-9, 1.05, 1.25)
+"""Limits that are tried, of a row's attention over what it may take."""
 
 
 @dataclass(frozen=True, order=True)
@@ -116,11 +121,23 @@ def schedule(
     for number, length in enumerate(lengths):
         if not 1 <= length <= longest:
             raise DataError(f"document {number} has {length} tokens, rows have 1 to {longest}")
+    schedules = [_greedy(lengths, menu, data_shards * context, cost, slack) for slack in SLACKS]
+    return min(schedules, key=total_seconds)  # of equals the strictest
+
+
+def _greedy(
+    lengths: Sequence[int],
+    menu: Sequence[MenuEntry],
+    devices: int,
+    cost: CostModel,
+    slack: float,
+) -> list[ScheduledMicrobatch]:
+    """A schedule that fills one microbatch after the other; see :func:`_fill` for ``slack``."""
     left = sorted(range(len(lengths)), key=lambda d: (-lengths[d], d))
     microbatches = []
     while left:
         tried = [
-            _fill(left, lengths, entry, data_shards * context // entry.degree, cost)
+            _fill(left, lengths, entry, devices // entry.degree, cost, slack)
             for entry in sorted(menu)
             if entry.length >= lengths[left[0]]
         ]
@@ -137,15 +154,20 @@ def schedule(
 
 
 def _fill(
-    left: Sequence[int], lengths: Sequence[int], entry: MenuEntry, rows: int, cost: CostModel
+    left: Sequence[int],
+    lengths: Sequence[int],
+    entry: MenuEntry,
+    rows: int,
+    cost: CostModel,
+    slack: float,
 ) -> ScheduledMicrobatch:
     """A microbatch of documents from ``left``, the longest first, each to the quickest row.
 
     A row's attention may take as long as the longest document's, or as an even share of all that
-    is left: then the rest fits one microbatch, and nothing is gained by a second.
+    is left, times ``slack``: then the rest fits one microbatch, and nothing is gained by a second.
     """
     total = sum(cost.attention(lengths[d], entry.degree) for d in left)
-    limit = max(cost.attention(lengths[left[0]], entry.degree), total / rows) * (1 + 1e-9)
+    limit = max(cost.attention(lengths[left[0]], entry.degree), total / rows) * slack
     members: list[list[int]] = [[] for _ in range(rows)]
     tokens, seconds = [0] * rows, [0.0] * rows
     for document in left:
