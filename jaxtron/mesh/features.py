@@ -62,6 +62,12 @@ def _data_sharding(inspection: Inspection) -> str:
         and sum(n != "layers" for n in param.layout.logical) > 1
         and not param.name.endswith("bias")
     ]
+    less = [
+        f"{param.name} over {'+'.join(param.layout.zero_axes)}"
+        for param in inspection.params
+        if param.layout.zero_axes and set(axes) & set(param.layout.replicated_axes)
+    ]
+    text += f"; divided by some of them alone: {', '.join(less)}" if less else ""
     return text + (f"; not divided by them and kept whole: {', '.join(whole)}" if whole else "")
 
 

@@ -1,5 +1,6 @@
 """How each parameter lies on the mesh: stored shards, and the copy that layers compute with."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -110,6 +111,31 @@ def _zero_dim(
     return None
 
 
+def _zero_split(
+    logical: Sequence[str | None],
+    shape: Sequence[int],
+    model_axes: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+    free: tuple[str, ...],
+) -> tuple[tuple[str, ...], int]:
+    """The axes of ``free`` that split a parameter further, and the dimension they split.
+
+    All of them where a dimension divides by their product; otherwise those that give the most
+    parts, of equal ones the faster. None of them: ``((), 0)``.
+    """
+    subsets = [s for n in range(len(free), 0, -1) for s in itertools.combinations(free, n)]
+    ranked = sorted(
+        subsets,
+        key=lambda s: (s != free, -math.prod(sizes[a] for a in s), [-AXES.index(a) for a in s]),
+    )
+    for subset in ranked:
+        parts = math.prod(sizes[a] for a in subset)
+        dim = _zero_dim(logical, shape, model_axes, sizes, parts)
+        if dim is not None and (parts > 1 or subset == free):
+            return subset, dim
+    return (), 0
+
+
 def param_layouts(
     shapes: Any,
     logical: Any,
@@ -122,8 +148,9 @@ def param_layouts(
     A router's weights are copied in fp32 whatever the compute dtype: small differences decide.
 
     Vectors (norm weights, biases) stay whole on every data shard and in fp32: sharding them would
-    add a collective per vector and save nothing. A matrix whose dimensions the ``zero`` axes do not
-    divide stays whole too; ``python -m jaxtron.mesh`` shows which.
+    add a collective per vector and save nothing. A matrix none of whose dimensions divides by all
+    ``zero`` axes is split over some of them, or stays whole too; ``python -m jaxtron.mesh`` shows
+    which.
 
     Args:
         shapes: pytree (nested dicts) of ``jax.ShapeDtypeStruct``.
@@ -136,7 +163,6 @@ def param_layouts(
         The same tree with a :class:`ParamLayout` per leaf.
     """
     zero_axes = rules.axes("zero") if data_sharding != "no_shard" else ()
-    parts = int(np.prod([rules.sizes[a] for a in zero_axes], initial=1))
 
     def layout(
         path: Any, shape: jax.ShapeDtypeStruct, names: tuple[str | None, ...]
@@ -146,17 +172,14 @@ def param_layouts(
         axes = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in spec)
         matrix = not is_vector(name, names)
         free = tuple(a for a in zero_axes if all(a not in e for e in axes)) if matrix else ()
-        split = (
-            parts if free == zero_axes else int(np.prod([rules.sizes[a] for a in free], initial=1))
-        )
-        dim = _zero_dim(names, shape.shape, axes, rules.sizes, split) if free else None
+        split, dim = _zero_split(names, shape.shape, axes, rules.sizes, free)
         return ParamLayout(
             name=name,
             logical=tuple(names),
             shape=tuple(shape.shape),
             model_axes=axes,
-            zero_axes=free if dim is not None else (),
-            zero_dim=dim if dim is not None else 0,
+            zero_axes=split,
+            zero_dim=dim,
             compute_dtype=compute_dtype if matrix and "router" not in names else jnp.float32,
         )
 

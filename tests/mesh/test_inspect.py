@@ -79,8 +79,11 @@ def test_state_follows_the_closed_forms_of_zero():
 
 @pytest.mark.parametrize(
     "preset, devices, gigabytes",
-    # 6 P + 12 P / 4 of 68,976,648,192 / 8 parameters, and 6 P + 12 P / 8 of 6,738,415,616
-    [("llama2_70b", 32, 77.6), ("llama2_7b", 8, 50.5)],
+    # 6 P + 12 P / 4 of 68,976,648,192 / 8 parameters, and 6 P + 12 P / 8 of 6,738,415,616;
+    # 2 (E / 64 + D + R) + 16 (E + D - M) / 1024 + 16 M / 64 of E = 665,183,059,968 parameters of
+    # experts and D = 17,453,427,456 others, R = 108,265,472 of them in routers, copied in fp32, and
+    # M = 3,380,609,024 in projections from latents, none of whose dimensions divides by 1024
+    [("llama2_70b", 32, 77.6), ("llama2_7b", 8, 50.5), ("deepseek_v3", 1024, 67.4)],
 )
 def test_presets_state_on_their_layout(preset, devices, gigabytes):
     inspection = inspect_layout(load_config(f"configs/{preset}.yaml"), devices)
@@ -136,6 +139,22 @@ def test_matrices_that_data_sharding_cannot_divide_are_named():
     whole = text.partition("kept whole: ")[2].split(", ")
     assert "layers/mlp/up" in whole and "embedding/word" not in whole
     assert not any("norm" in name for name in whole)  # vectors are whole on purpose
+
+
+def test_what_some_axes_divide_is_split_over_these_and_named():
+    # 8 data shards; 12 rows and 4 columns divide by 4 at most
+    config = load_config(
+        "configs/tiny.yaml",
+        ["parallel.fsdp=2", "parallel.context=4", "train.global_batch_size=8"]
+        + ["model.hidden_size=12", "model.num_attention_heads=3", "model.num_query_groups=1"]
+        + ["model.kv_channels=4"],
+    )
+    inspection = inspect_layout(config, 8)
+    layouts = {param.name: param.layout for param in inspection.params}
+    assert layouts["layers/attention/query"].zero_axes == ("context",)
+    assert layouts["embedding/word"].zero_axes == ("fsdp", "context")
+    text = feature(inspection, "data sharding")
+    assert "layers/attention/query over context" in text.partition("divided by some of them")[2]
 
 
 def test_overridden_rules_show_in_the_layout():

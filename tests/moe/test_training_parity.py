@@ -70,7 +70,8 @@ DEFAULT: dict[str, dict[str, Any]] = {
     "expert2-context2": {"parallel": {"expert": 2, "context": 2}, "model": CAPACITY | AHEAD},
     "latent-expert2-fsdp2-tensor2-zero3": {
         "parallel": {"expert": 2, "fsdp": 2, "tensor": 2, "data_sharding": "optim_grads_params"},
-        "model": LATENT | AHEAD,
+        # projections from latents divide by 2 data shards, and not by 4
+        "model": LATENT | AHEAD | {"q_lora_rank": 18, "kv_lora_rank": 18, "qk_head_dim": 6},
     },
 }
 
