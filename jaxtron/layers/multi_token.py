@@ -31,7 +31,7 @@ class MultiTokenPrediction(nnx.Module):
         self.embedding_norm = Norm(config, hidden)
         self.hidden_norm = Norm(config, hidden)
         self.projection = normal(
-            rngs, (2, hidden, hidden), (None, "embed", None), config.init_method_std
+            rngs, (2, hidden, hidden), (None, "embed", "embed"), config.init_method_std
         )
         self.layer = layer_class(config, rngs)
         self.final_norm = Norm(config, hidden)

@@ -11,8 +11,10 @@ out of it by the names of its dimensions:
 ``layers, heads, head_dim, embed`` (output)           per layer ``[heads * head_dim, embed]``
 ``layers, embed, None, mlp`` (gate and up)            per layer and part ``[embed, mlp]``
 ``layers, mlp, embed`` (down)                         per layer ``[mlp, embed]``
-``layers, expert, embed, mlp``                        per layer and expert ``[embed, mlp]``
-``layers, embed, expert`` (router)                    per layer ``[embed, expert]``
+``layers, experts, embed, None, expert_mlp``          per expert, layer and part the same
+``layers, experts, expert_mlp, embed``                per expert and layer ``[expert_mlp, embed]``
+``layers, router, embed``                             per layer ``[embed, router]``
+``None, embed, embed`` (further tokens' projection)   per part ``[embed, embed]``
 ``vocab, embed``                                      ``[vocab, embed]``
 ====================================================  =======================================
 """
@@ -74,8 +76,10 @@ def matrices_of(axes: Axes) -> Matrices:
     """The matrices of a parameter with these logical axes.
 
     The named dimensions, heads taken together with their channels, are the spaces of the parameter.
-    Two of them are input and output, in the order in which they are stored. A third, ``expert``,
-    counts the matrices. Fewer or more than two make no matrix: the parameter is taken as vectors.
+    Two of them are input and output, in the order in which they are stored; ``router`` is always
+    the output. A third, ``experts``, counts the matrices: it comes first in the stack, so that what
+    a device holds of it stays there. Fewer or more than two make no matrix: the parameter is taken
+    as vectors.
     """
     spaces: list[list[int]] = []
     stack = []
@@ -86,11 +90,13 @@ def matrices_of(axes: Axes) -> Matrices:
             spaces[-1].append(dim)
         else:
             spaces.append([dim])
-    experts = [space for space in spaces if axes[space[0]] == "expert"]
+    experts = [space for space in spaces if axes[space[0]] == "experts"]
     if len(spaces) > 2 and experts:
         spaces.remove(experts[0])
-        stack += experts[0]
+        stack = experts[0] + stack
     if len(spaces) != 2:
         outputs = tuple(dim for space in spaces for dim in space)
         return Matrices(tuple(stack), (), outputs)
+    if axes[spaces[0][0]] == "router":
+        spaces.reverse()
     return Matrices(tuple(stack), tuple(spaces[0]), tuple(spaces[1]))

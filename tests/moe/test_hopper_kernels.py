@@ -70,7 +70,9 @@ def test_fp8_products_are_those_of_every_expert(sizes: tuple[int, ...]) -> None:
             (d_x[rows], g[rows] @ w[e]),
             (d_w[e], x[rows].T @ g[rows]),
         ):
-            # 2**-8: rounding of bf16 results; 2**-11: the tensor cores' own sums of 128
+            # 2**-8: rounding of bf16 results. 2**-10: tensor cores add 32 products at a time and
+            # cut each at 2**-13 of the largest; over sums of 128 such numbers that takes away
+            # 8e-4 at most, as the same done in NumPy shows, and 6e-4 was seen on an H200.
             np.testing.assert_allclose(
-                np.asarray(actual, np.float64), expected / 4, rtol=2**-8 + 2**-11
+                np.asarray(actual, np.float64), expected / 4, rtol=2**-8 + 2**-10
             )

@@ -1,8 +1,12 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtron.optim.matrices import matrices_of
+from jaxtron.models.config import ModelConfig
+from jaxtron.models.decoder import Decoder
+from jaxtron.optim.matrices import is_axes, matrices_of
+from tests.moe.arms import AHEAD, LATENT, T_MOE
 
 E, H, G, D, F, L = 4, 6, 2, 3, 5, 2
 
@@ -49,11 +53,30 @@ def test_the_attention_output_maps_heads_to_the_stream():
 
 
 def test_every_expert_has_its_matrix_and_the_router_is_one():
-    x = numbers(L, 3, E, F)
-    got = pieces(("layers", "expert", "embed", "mlp"), x)
-    np.testing.assert_array_equal(got, [x[i, j] for i in range(L) for j in range(3)])
-    router = numbers(L, E, 3)
-    np.testing.assert_array_equal(pieces(("layers", "embed", "expert"), router), list(router))
+    x = numbers(L, 3, F, E)
+    got = pieces(("layers", "experts", "expert_mlp", "embed"), x)
+    np.testing.assert_array_equal(got, [x[i, j] for j in range(3) for i in range(L)])
+    x = numbers(L, 3, E, 2, F)
+    got = pieces(("layers", "experts", "embed", None, "expert_mlp"), x)
+    parts = [x[i, j, :, part] for j in range(3) for i in range(L) for part in range(2)]
+    np.testing.assert_array_equal(got, parts)
+    router = numbers(L, 3, E)  # stored with the output first
+    got = pieces(("layers", "router", "embed"), router)
+    np.testing.assert_array_equal(got, list(router.swapaxes(1, 2)))
+
+
+def test_all_weights_of_a_model_with_experts_are_matrices():
+    """Names of dimensions that nobody knows here would quietly make vectors of the weights."""
+    model = Decoder(ModelConfig(**{**T_MOE, **LATENT, **AHEAD}))
+    flat = jax.tree_util.tree_leaves_with_path(model.logical, is_leaf=is_axes)
+    vectors = {
+        jax.tree_util.keystr(path[-2:], simple=True, separator="/")
+        for path, axes in flat
+        if not matrices_of(axes).is_matrix
+    }
+    norms = ("attention_norm", "mlp_norm", "final_norm", "query_norm", "key_value_norm")
+    norms += ("embedding_norm", "hidden_norm")
+    assert vectors == {f"{name}/weight" for name in norms}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +100,8 @@ def test_biases_and_norms_are_vectors(axes: tuple, shape: tuple, split: tuple):
     [
         (("layers", "embed", None, "kv_heads", "head_dim"), (L, E, 2, G, D)),
         (("layers", "heads", "head_dim", "embed"), (L, H, D, E)),
-        (("layers", "embed", "expert", "mlp"), (L, E, 3, F)),
+        (("layers", "experts", "embed", None, "expert_mlp"), (L, 3, E, 2, F)),
+        (("layers", "router", "embed"), (L, 3, E)),
         (("layers", None, "mlp"), (L, 2, F)),
         (("vocab", "embed"), (7, E)),
     ],

@@ -92,7 +92,7 @@ def test_embeddings_output_vectors_and_biases_are_adamws():
         "position": ("position", "embed"),
         "norm": ("layers", "embed"),
         "bias": ("layers", "heads", "head_dim"),
-        "router": ("layers", "embed", "expert"),
+        "router": ("layers", "router", "embed"),
         "query": ("layers", "embed", "heads", "head_dim"),
     }
     assert [name for name, a in axes.items() if is_hidden_matrix(a)] == ["router", "query"]

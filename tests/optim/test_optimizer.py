@@ -61,7 +61,7 @@ def test_the_stacked_layers_axis_makes_no_matrix_and_an_unstacked_bias_is_one_by
     mask = decay_mask(
         {
             "a": {"weight": ("embed",), "expert_bias": ("expert", "mlp")},
-            "router": ("layers", "embed", "expert"),
+            "router": ("layers", "router", "embed"),
             "scalar": (),
         }
     )
