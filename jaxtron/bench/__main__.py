@@ -5,12 +5,15 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+import jax
 
 from jaxtron.bench.breakdown import breakdown, read_trace
 from jaxtron.bench.matrix import __doc__ as matrix_help
 from jaxtron.bench.matrix import read_matrix, run_matrix, table
-from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
+from jaxtron.bench.step import DocumentLengths, time_step
 from jaxtron.bench.timeline import measured_timeline
 from jaxtron.cli import parse_with_overrides, run
 from jaxtron.config.load import load_config
@@ -55,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         sub.add_argument("--config", metavar="FILE", help="YAML file or preset")
         sub.add_argument("--name", default="step", help="name of the case in the output")
-        sub.add_argument("--steps", type=int, default=5, help="timed steps")
-        sub.add_argument("--warmup", type=int, default=2, help="steps before, not counted")
+        sub.add_argument("--steps", type=_at_least(1), default=5, help="timed steps")
+        sub.add_argument("--warmup", type=_at_least(0), default=2, help="steps before, not counted")
         sub.add_argument(
             "--documents",
             type=float,
@@ -68,8 +71,12 @@ def main(argv: list[str] | None = None) -> int:
         sub.add_argument("--json", type=Path, help="append the result to this file, a JSON line")
         if verb == "profile":
             sub.add_argument("--trace", type=Path, help="keep the trace in this folder")
-            sub.add_argument("--traced-steps", type=int, default=2, help="steps in the trace")
-            sub.add_argument("--top", type=int, default=0, help="also list the longest kernels")
+            sub.add_argument(
+                "--traced-steps", type=_at_least(1), default=2, help="steps in the trace"
+            )
+            sub.add_argument(
+                "--top", type=_at_least(0), default=0, help="also list the longest kernels"
+            )
             sub.add_argument("--read", type=Path, help="break down this trace instead of a run")
             sub.add_argument(
                 "--timeline",
@@ -102,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if args.verb == "matrix":
         return _matrix(args)
+    _check_folder(args.json, "--json")
+    _check_folder(getattr(args, "timeline", None), "--timeline")
     drawn = _timeline(args)
     if args.verb == "step":
         _time(args, None)
@@ -110,8 +119,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.trace or Path(scratch)
-            _time(args, folder)
-            _print_breakdown(folder, args, drawn)
+            if _time(args, folder):
+                _print_breakdown(folder, args, drawn)
     return 0
 
 
@@ -130,6 +139,7 @@ def _timeline(args: argparse.Namespace) -> Timeline | None:
 
 def _matrix(args: argparse.Namespace) -> int:
     cases = read_matrix(args.file)
+    _check_folder(args.output, "--output")
     prefix = args.output or args.file.with_suffix("")
     json_file, table_file, plot_file = (Path(f"{prefix}.{end}") for end in ("jsonl", "md", "svg"))
     for file in (json_file, table_file, plot_file):
@@ -152,7 +162,8 @@ def _matrix(args: argparse.Namespace) -> int:
     return 1 if any(outcome.timing is None for outcome in outcomes) else 0
 
 
-def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
+def _time(args: argparse.Namespace, trace: Path | None) -> bool:
+    """Time steps; the first process of the job says how long they took. Whether this is it."""
     overrides = ["data.source=synthetic", *args.overrides]
     if args.documents is not None and not args.padded:
         overrides += ["data.reset_attention_mask=true", "data.reset_position_ids=true"]
@@ -174,12 +185,31 @@ def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming:
         lengths=None if args.documents is None else DocumentLengths(*args.documents),
         padded=args.padded,
     )
-    print("\n".join([result.line(), *result.circumstances()]), flush=True)
-    if args.json is not None:
-        with args.json.open("a") as file:
-            file.write(result.to_json() + "\n")
+    first = jax.process_index() == 0
+    if first:
+        print("\n".join([result.line(), *result.circumstances()]), flush=True)
+        if args.json is not None:
+            with args.json.open("a") as file:
+                file.write(result.to_json() + "\n")
     shutdown()
-    return result
+    return first
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    """A command-line argument's type: an integer that is not too small."""
+
+    def number(text: str) -> int:
+        if int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"it is {text}: give {smallest} or more")
+        return int(text)
+
+    return number
+
+
+def _check_folder(file: Path | None, option: str) -> None:
+    """Refuse a result's file whose folder is missing, before anything is measured."""
+    if file is not None and not file.parent.is_dir():
+        raise ConfigError(f"{option} is {file}, but there is no folder {file.parent}: make it")
 
 
 def _print_breakdown(folder: Path, args: argparse.Namespace, drawn: Timeline | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxtron.config.config import Config
 from jaxtron.data.packing import packed_row
@@ -239,6 +240,9 @@ def time_step(
             jax.block_until_ready((state, metrics))
     median = statistics.median(times)
     devices = list(program.mesh.devices.flat)
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    # of all processes: each sees its own devices' counts
+    peaks = multihost_utils.process_allgather(memory_figures(own)["memory_peak_bytes"] or 0)
     throughput = Throughput.of(config.model, config.data.seq_length, config.observe.peak_tflops)
     tokens = config.train.global_batch_size * config.data.seq_length
     rates = throughput.rates(tokens, median)
@@ -261,7 +265,7 @@ def time_step(
         tflops_per_gpu_full_attention=float(rates["tflops_per_gpu_full_attention"] or 0),
         mfu=rates["mfu"],
         mfu_fp8=None if fp8_peak is None else float(rates["tflops_per_gpu"] or 0) / fp8_peak,
-        memory_peak_bytes=memory_figures(devices)["memory_peak_bytes"],
+        memory_peak_bytes=int(np.max(peaks)) or None,
         compile_s=compile_s,
         loss=float(metrics["loss"]),
         grad_norm=grad_norm,

@@ -2,29 +2,29 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxtron.bench import step
+from jaxtron.bench.__main__ import main
+from jaxtron.errors import ConfigError
 from jaxtron.observe.hardware import peak_fp8_tflops
+from tests.launch.two_processes import run_processes, slurm_envs
 
 SMALL = ["model.num_layers=1", "data.seq_length=32", "train.global_batch_size=4"]
 
 
-def test_a_step_says_how_fast_it_was_and_what_ran(tmp_path: Path) -> None:
+def test_the_first_process_of_a_job_says_how_fast_it_was_and_what_ran(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     overrides = ["parallel.fsdp=2", "train.num_microbatches=2", "loss.chunk_tokens=8"]
     overrides += ["precision.fp8=current", "runtime.xla_flags={xla_dump_max_hlo_modules: 3}"]
     words = ["step", "--config", "tiny", "--steps", "3", "--warmup", "0", "--json", str(file)]
-    command = [sys.executable, "-m", "jaxtron.bench", *words, "runtime.cpu_devices=2"]
-    done = subprocess.run(
-        [*command, *SMALL, *overrides], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    command = ["-m", "jaxtron.bench", *words, "runtime.cpu_devices=1", *SMALL, *overrides]
+    first, second = run_processes(command, slurm_envs(2), timeout_s=300)
+    assert first.returncode == second.returncode == 0, f"{first}\n{second}"
+    assert "tok/s" not in second.stdout and len(file.read_text().splitlines()) == 1
     saved = json.loads(file.read_text())
     times = saved["step_times_s"]
     assert len(times) == 3
@@ -46,7 +46,7 @@ def test_a_step_says_how_fast_it_was_and_what_ran(tmp_path: Path) -> None:
         *("layout: fsdp 2", "kernels: attention xla, products fp8 current", "microbatches 2"),
         *("flags: --", "versions: python 3", "2 x cpu"),
     ):
-        assert word in done.stdout
+        assert word in first.stdout
 
 
 def test_versions_of_cuda_and_the_driver_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,3 +85,20 @@ def test_a_line_names_the_shares_of_both_peaks() -> None:
     )
     assert re.search(r"800.0 TF/s/GPU \(820.0 full .* MFU 80.9% \(40.4% of FP8\)", timing.line())
     assert "peak 2.0 GiB" in timing.line()
+
+
+@pytest.mark.parametrize(
+    "words", [["step", "--steps", "0"], ["step", "--warmup", "-1"], ["profile", "--traced-steps=0"]]
+)
+def test_too_few_steps_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--config", "tiny"])
+    assert "or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--json", "--timeline"])
+def test_a_missing_folder_of_results_is_refused_before_anything_is_measured(
+    option: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"{option} is .*no folder .*missing"):
+        main(["profile", "--config", "tiny", option, str(tmp_path / "missing" / "out")])
