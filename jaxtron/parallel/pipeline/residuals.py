@@ -89,6 +89,14 @@ class Ring:
             entries.append(entry)
         return entries
 
+    def slot(self, entries: Sequence[int], kept: Sequence[jax.Array]) -> list[jax.Array]:
+        """A stretch's arrays as those of a whole slot, zeros where it has none."""
+        of_entry = dict(zip(entries, kept, strict=True))
+        return [
+            of_entry[i] if i in of_entry else jnp.zeros(shape, dtype)
+            for i, (shape, dtype) in enumerate(self.leaves)
+        ]
+
     def half(self) -> int:
         """Number of the entries, in their order, that make up about half of a slot's bytes."""
         sizes = [math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in self.leaves]

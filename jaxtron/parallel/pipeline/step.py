@@ -179,17 +179,16 @@ class Step:
         last_g: Any = None
         if phase.forward:
             y, kept, carry = self._forward(carry, own)
-            if self.branches:
-                received, words, y = lax.optimization_barrier((received, words, y))
+            received, words, y = lax.optimization_barrier((received, words, y))
             sent = self._send(y, +1)
-            carry, sent, last_g = self._head(phase, y, sent, kept, carry, own)
+            carry, last_g = self._head(phase, y, kept, carry, own)
             embedded = self.computation.embed(self.rest, self._side(own["enters"]), words[-1])
             carry = carry._replace(x=jnp.where(own["next_begins"], embedded, sent))
         if leaves:
             carry = self._embedding_gradient(phase, at_embedding, left, words[0], carry, own)
         if phase.backward:
             carry = self._backward(received, last_g, carry, own)
-        if phase.forward and phase.backward and self.branches:
+        if phase.forward and phase.backward:
             x, g = lax.optimization_barrier((carry.x, carry.g))
             carry = carry._replace(x=x, g=g)
         return carry, None
@@ -209,6 +208,9 @@ class Step:
                 words.append(self._word_gradient(at_embedding, own["left"], left))
             if phase.forward:
                 words.append(self.computation.lookup(self.rest, self._side(own["enters"])))
+            if len(words) == 2 and not phase.meet("left", "enters"):
+                word = lax.psum(jnp.where(own["left"] >= 0, *words), AXIS)
+                return [word, word]
             return lax.psum(words, AXIS)
 
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(total))
@@ -304,98 +306,80 @@ class Step:
     def _forward(
         self, carry: Carry, own: dict[str, jax.Array]
     ) -> tuple[jax.Array, list[jax.Array], Carry]:
-        """Output of a unit and its residuals; its reports go into ``carry``.
-
-        What a branch chooses has its residuals in ``carry`` already, and returns none.
-        """
+        """Output of a unit and its residuals, one for each entry of the ring; reports: in ``carry``."""
         side = self._side(own["f_microbatch"])
 
         def run(k: int) -> Any:
             start, count = self.programs.stretches[k]
             if count == 0:
-                return carry.x, [], carry.ring, carry.layer_report
+                return carry.x, self.ring.slot([], []), carry.layer_report
             earlier = None
             if self.computation.looks_back:  # a stage takes microbatches in their order
                 earlier = self._cut(carry.layer_report, start, count)
             y, report, kept = self._linearise(k, carry.x, side, own["f_first"], earlier)
-            ring = carry.ring
-            if self.branches:
-                ring, kept = write(ring, self.stretches[k].entries, kept, own["f_slot"]), []
+            kept = self.ring.slot(self.stretches[k].entries, kept)
             report = _where(own["f_works"], report)
             total = jax.tree.map(functools.partial(_add_at, start), carry.layer_report, report)
-            return y, kept, ring, total
+            return y, kept, total
 
-        y, kept, ring, layer_report = self._choose(own["f_stretch"], run)
-        return y, kept, carry._replace(ring=ring, layer_report=layer_report)
+        y, kept, layer_report = self._choose(own["f_stretch"], run)
+        return y, kept, carry._replace(layer_report=layer_report)
 
     def _head(
         self,
         phase: Phase,
         y: jax.Array,
-        sent: jax.Array,
         kept: list[jax.Array],
         carry: Carry,
         own: dict[str, jax.Array],
-    ) -> tuple[Carry, jax.Array, Any]:
+    ) -> tuple[Carry, Any]:
         """Loss of the microbatch that leaves the last stage as ``y``, on all stages together.
 
         Nothing can be computed while ``y`` travels to all stages, and its gradient to the last one.
-        So the residuals are written then, about half of them each time, and outputs are ``sent``.
+        So the residuals are written then, about half of them each time.
 
-        Returns ``(carry, sent, gradient of y)``; the gradient is None where no backward can need
-        it.
+        Returns ``(carry, gradient of y)``; the gradient is None where no backward can need it.
         """
 
         def objective(rest: Any, x: jax.Array) -> Any:
             return self.computation.head(rest, self._side(own["head"]), x)
 
-        def evaluate() -> Any:
-            x = lax.psum(jnp.where(own["f_ends"], y, 0), AXIS)
-            if not self.training:
-                report = objective(self.rest, x)[1]
-                return jax.tree.map(jnp.add, carry.head_report, report), (), None, ()
-            beside: Any = ()
-            if always:
-                entries = self.stretches[0].entries if kept else []
-                half = self.ring.half()
-                ring = write(carry.ring, entries[:half], kept[:half], own["f_slot"])
-                x, moved, later, ring = lax.optimization_barrier((x, sent, kept[half:], ring))
-            value, vjp, report = jax.vjp(objective, self.rest, x, has_aux=True)
-            g_rest, g_x = vjp(jnp.ones_like(value))
-            g = lax.psum(g_x, AXIS)
-            if always:
-                ring = write(ring, entries[half:], later, own["f_slot"])
-                g, ring = lax.optimization_barrier((g, ring))
-                beside = ring, moved
-            return (
-                jax.tree.map(jnp.add, carry.head_report, report),
-                self._accumulate(carry.rest, g_rest, self.rest_layouts),
-                g,
-                beside,
-            )
-
         share = phase.share("head")
         always = share == 1
-        if kept and not always:
-            ring = write(carry.ring, self.stretches[0].entries, kept, own["f_slot"])
-            carry = carry._replace(ring=ring)
+        half = self.ring.half() if always else len(kept)
+        ring = write(carry.ring, range(half), kept[:half], own["f_slot"])
+        later = kept[half:]
         if share == 0:
-            return carry, sent, None
-        none = (carry.head_report, carry.rest, self.zero_x if self.training else None, ())
-        head_report, rest, g, beside = (
+            return carry._replace(ring=ring), None
+        x = lax.psum(jnp.where(own["f_ends"], y, 0), AXIS)
+        x, ring, later = lax.optimization_barrier((x, ring, later))
+
+        def evaluate() -> Any:
+            if not self.training:
+                report = objective(self.rest, x)[1]
+                return jax.tree.map(jnp.add, carry.head_report, report), (), None
+            value, vjp, report = jax.vjp(objective, self.rest, x, has_aux=True)
+            g_rest, g_x = vjp(jnp.ones_like(value))
+            rest = self._accumulate(carry.rest, g_rest, self.rest_layouts)
+            g = lax.psum(g_x, AXIS)
+            if not always:
+                g, rest = lax.optimization_barrier((g, rest))
+            return jax.tree.map(jnp.add, carry.head_report, report), rest, g
+
+        none = (carry.head_report, carry.rest, self.zero_x if self.training else None)
+        head_report, rest, g = (
             evaluate() if always else lax.cond(own["head"] >= 0, evaluate, lambda: none)
         )
-        carry = carry._replace(head_report=head_report, rest=rest)
-        if beside:
-            ring, sent = beside
-            carry = carry._replace(ring=ring)
+        ring = write(ring, range(half, half + len(later)), later, own["f_slot"])
+        g, ring = lax.optimization_barrier((g, ring))
+        carry = carry._replace(head_report=head_report, rest=rest, ring=ring)
         if self.waits:
             # a slot is written by the unit's forward and read by its backward, in this tick at once
             old = lax.dynamic_index_in_dim(carry.head_g, own["f_slot"], 0, keepdims=False)
             new = jnp.where(own["f_ends"], g, old)
             head_g = lax.dynamic_update_index_in_dim(carry.head_g, new, own["f_slot"], 0)
             carry = carry._replace(head_g=head_g)
-        return carry, sent, g
+        return carry, g
 
     def _backward(
         self,

@@ -61,6 +61,10 @@ class Phase:
         """Ticks that have a ``head``, ``left`` or ``enters``, of all; of several names, any."""
         return float(np.mean(np.any([self.table[name] >= 0 for name in names], axis=0)))
 
+    def meet(self, *names: str) -> bool:
+        """Whether a tick has all of these."""
+        return bool(np.any(np.all([self.table[name] >= 0 for name in names], axis=0)))
+
 
 def phases(schedule: Schedule, table: Table) -> list[Phase]:
     """The ticks cut where forwards or backwards set in or end.
