@@ -15,9 +15,10 @@ stages stands outside of it (a permute inside would wait for the other devices f
 
 What the start of a tick can know travels while its forward pass computes: the gradients of the tick
 before, to the stage before and to the embedding, and the embedding of the microbatch that enters in
-the next tick. Nothing can be computed while the last stage's output travels to all stages and its
-gradient back: residuals are written to the ring then. (XLA puts a collective behind whatever comes
-between its operands and its first use, a branch too; optimization barriers say what that is.)
+the next tick. Outputs travel to the next stage while the backward pass computes. Nothing can be
+computed while the last stage's output travels to all stages and its gradient back: residuals are
+written to the ring then. (XLA puts a collective behind whatever comes between its operands and its
+first use, a branch too; optimization barriers say what that is.)
 
 The gradient of a unit of work begins with its forward pass's residuals out of a ring buffer;
 nothing is computed twice unless ``train.recompute`` asks for it.

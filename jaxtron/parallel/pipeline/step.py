@@ -177,15 +177,24 @@ class Step:
         left = self._word_that_left(own["left"]) if leaves else None
         words = self._words(phase, at_embedding, left, own)
         last_g: Any = None
+
+        def add_left(word_g: jax.Array, total: Any) -> Any:
+            """With the embedding's gradients of the microbatch that left, zeros without one."""
+            return self._add_embedding_gradient(at_embedding, left, word_g, own["left"], total)
+
+        together = phase.forward and leaves and phase.within("left", "head")
         if phase.forward:
             y, kept, carry = self._forward(carry, own)
             received, words, y = lax.optimization_barrier((received, words, y))
             sent = self._send(y, +1)
-            carry, last_g = self._head(phase, y, kept, carry, own)
+            also = functools.partial(add_left, words[0]) if together else None
+            carry, last_g = self._head(phase, y, kept, also, carry, own)
             embedded = self.computation.embed(self.rest, self._side(own["enters"]), words[-1])
             carry = carry._replace(x=jnp.where(own["next_begins"], embedded, sent))
-        if leaves:
-            carry = self._embedding_gradient(phase, at_embedding, left, words[0], carry, own)
+        if leaves and not together:
+            add = functools.partial(add_left, words[0], carry.rest)
+            rest = _often(phase.share("left"), own["left"] >= 0, add, carry.rest)
+            carry = carry._replace(rest=rest)
         if phase.backward:
             carry = self._backward(received, last_g, carry, own)
         if phase.forward and phase.backward:
@@ -208,9 +217,6 @@ class Step:
                 words.append(self._word_gradient(at_embedding, own["left"], left))
             if phase.forward:
                 words.append(self.computation.lookup(self.rest, self._side(own["enters"])))
-            if len(words) == 2 and not phase.meet("left", "enters"):
-                word = lax.psum(jnp.where(own["left"] >= 0, *words), AXIS)
-                return [word, word]
             return lax.psum(words, AXIS)
 
         none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(total))
@@ -225,22 +231,6 @@ class Step:
         _, of_word = jax.vjp(lambda x: self.computation.embed(self.rest, side, x), word)
         (word_g,) = of_word(at_embedding)
         return word_g
-
-    def _embedding_gradient(
-        self,
-        phase: Phase,
-        at_embedding: jax.Array,
-        left: Any,
-        word_g: jax.Array,
-        carry: Carry,
-        own: dict[str, jax.Array],
-    ) -> Carry:
-        """Add the embedding's gradients of the microbatch that left in the tick before."""
-        add = functools.partial(
-            self._add_embedding_gradient, at_embedding, left, word_g, own["left"], carry.rest
-        )
-        # without one, they are zeros
-        return carry._replace(rest=_often(phase.share("left"), own["left"] >= 0, add, carry.rest))
 
     def _add_embedding_gradient(
         self,
@@ -306,7 +296,7 @@ class Step:
     def _forward(
         self, carry: Carry, own: dict[str, jax.Array]
     ) -> tuple[jax.Array, list[jax.Array], Carry]:
-        """Output of a unit and its residuals, one for each entry of the ring; reports: in ``carry``."""
+        """Output of a unit, its residuals by entry of the ring, and ``carry`` with its reports."""
         side = self._side(own["f_microbatch"])
 
         def run(k: int) -> Any:
@@ -330,13 +320,15 @@ class Step:
         phase: Phase,
         y: jax.Array,
         kept: list[jax.Array],
+        also: Callable[[Any], Any] | None,
         carry: Carry,
         own: dict[str, jax.Array],
     ) -> tuple[Carry, Any]:
         """Loss of the microbatch that leaves the last stage as ``y``, on all stages together.
 
         Nothing can be computed while ``y`` travels to all stages, and its gradient to the last one.
-        So the residuals are written then, about half of them each time.
+        So the residuals are written then, about half of them each time. What is ``also`` added to
+        the gradients follows them in the same branch, if there is one.
 
         Returns ``(carry, gradient of y)``; the gradient is None where no backward can need it.
         """
@@ -361,6 +353,7 @@ class Step:
             value, vjp, report = jax.vjp(objective, self.rest, x, has_aux=True)
             g_rest, g_x = vjp(jnp.ones_like(value))
             rest = self._accumulate(carry.rest, g_rest, self.rest_layouts)
+            rest = rest if also is None else also(rest)
             g = lax.psum(g_x, AXIS)
             if not always:
                 g, rest = lax.optimization_barrier((g, rest))

@@ -61,9 +61,9 @@ class Phase:
         """Ticks that have a ``head``, ``left`` or ``enters``, of all; of several names, any."""
         return float(np.mean(np.any([self.table[name] >= 0 for name in names], axis=0)))
 
-    def meet(self, *names: str) -> bool:
-        """Whether a tick has all of these."""
-        return bool(np.any(np.all([self.table[name] >= 0 for name in names], axis=0)))
+    def within(self, name: str, other: str) -> bool:
+        """Whether every tick that has a ``name`` has the ``other``."""
+        return bool(np.all((self.table[name] < 0) | (self.table[other] >= 0)))
 
 
 def phases(schedule: Schedule, table: Table) -> list[Phase]:
