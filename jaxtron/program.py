@@ -9,6 +9,7 @@ This is the public way to train without the Trainer (``scripts/custom_loop.py``)
 
 import copy
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxtron.errors import ConfigError
 from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
+from jaxtron.launch.xla_flags import step_options
 from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.layers.moe.layer import check_experts
@@ -48,6 +50,7 @@ from jaxtron.parallel.pipeline.layout import place_layers
 from jaxtron.parallel.pipeline.registry import find_schedule
 from jaxtron.parallel.pipeline.stack_order import StackOrder, stack_order
 from jaxtron.parallel.pipeline.state_order import StateOrder
+from jaxtron.parallel.pipeline.table import programs
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import moments_on_host, optimizer_state_shardings
 from jaxtron.precision.dtypes import DTYPES
@@ -119,6 +122,12 @@ class Program:
             self.sizes["pipeline"],
             parallel.virtual_pipeline,
             parallel.pipeline_layout,
+        )
+        self.compiler_options = step_options(
+            getattr(devices[0], "compute_capability", None),
+            jax.__version__,
+            os.environ.get("XLA_FLAGS", ""),
+            branching=self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
         )
         self.order: StackOrder = stack_order(placement)
         shapes = self.order.place(self.model.shapes)
@@ -218,6 +227,7 @@ class Program:
             self._train_step,
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
+            compiler_options=self.compiler_options,
         )
         self.eval_step = jax.jit(functools.partial(eval_step, self), out_shardings=self.replicated)
         self.next_token_logits = jax.jit(

@@ -21,6 +21,8 @@ class FlagRow:
         name: flag without dashes.
         value: as XLA reads it.
         measured: what was seen.
+        branching: for the step of a pipeline whose stages take branches (several chunks, uneven
+            stages) alone, given as that is compiled; otherwise for the whole process.
     """
 
     compute_capability: str
@@ -28,6 +30,7 @@ class FlagRow:
     name: str
     value: str
     measured: str
+    branching: bool = False
 
 
 TABLE: tuple[FlagRow, ...] = (
@@ -37,6 +40,15 @@ TABLE: tuple[FlagRow, ...] = (
         name="xla_gpu_enable_triton_gemm",
         value="false",
         measured="8 Llama-3-8B layers, bf16, one H100, JAX 0.11.2: 522 -> 542 TFLOP/s",
+    ),
+    FlagRow(
+        compute_capability="9.0",
+        jax="0.11",
+        name="xla_gpu_experimental_parallel_collective_overlap_limit",
+        value="4",
+        measured="pipeline 2 with 2 chunks of 2 layers, two H200, JAX 0.11.2: 1517 -> 1507 ms; "
+        "tensor 2 with two microbatches at once: 736 -> 741 ms with a limit of 2",
+        branching=True,
     ),
 )
 
@@ -67,7 +79,28 @@ def with_determinism(overrides: Mapping[str, FlagValue]) -> dict[str, FlagValue]
 
 
 def table_rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:
-    """Rows for a GPU and a JAX version; none for a CPU or a GPU that nobody measured."""
+    """Rows for a process on a GPU and a JAX version; none for a CPU or a GPU not measured."""
+    return tuple(row for row in _rows(compute_capability, jax_version) if not row.branching)
+
+
+def step_options(
+    compute_capability: str | None, jax_version: str, environment: str, branching: bool
+) -> dict[str, str]:
+    """Options to compile a training step with, besides the flags of the process.
+
+    Args:
+        compute_capability: of the GPU, None for a CPU.
+        jax_version: as JAX tells it.
+        environment: value of ``XLA_FLAGS``; what stands there (``runtime.xla_flags`` does)
+            counts before the table.
+        branching: whether stages of a pipeline take branches in the step.
+    """
+    chosen = {_word_name(word) for word in environment.split()}
+    rows = _rows(compute_capability, jax_version) if branching else ()
+    return {row.name: row.value for row in rows if row.branching and row.name not in chosen}
+
+
+def _rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:
     series = ".".join(jax_version.split(".")[:2])
     return tuple(
         row for row in TABLE if row.compute_capability == compute_capability and row.jax == series

@@ -1,7 +1,13 @@
 import pytest
 
 from jaxtron.errors import ConfigError
-from jaxtron.launch.xla_flags import DETERMINISTIC, combine, table_rows, with_determinism
+from jaxtron.launch.xla_flags import (
+    DETERMINISTIC,
+    combine,
+    step_options,
+    table_rows,
+    with_determinism,
+)
 
 TRITON = "xla_gpu_enable_triton_gemm"
 
@@ -10,6 +16,15 @@ def test_table_serves_only_what_was_measured():
     assert [(row.name, row.value) for row in table_rows("9.0", "0.11.2")] == [(TRITON, "false")]
     for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
         assert table_rows(capability, version) == ()
+
+
+def test_a_step_with_branches_has_options_of_its_own_unless_the_flags_name_them():
+    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
+    assert step_options("9.0", "0.11.2", "--xla_a=1", branching=True) == {limit: "4"}
+    assert step_options("9.0", "0.11.2", f"--xla_a=1 --{limit}=1", branching=True) == {}
+    assert step_options("9.0", "0.11.2", "", branching=False) == {}
+    for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
+        assert step_options(capability, version, "", branching=True) == {}
 
 
 @pytest.mark.parametrize(
