@@ -274,7 +274,9 @@ def time_step(
         kernels=kernels_of(program),
         device=f"{len(devices)} x {kind}" + ("" if peak_tflops(kind) else " (peak unknown)"),
         versions=versions(devices[0].platform),
-        xla_flags=xla_flags,
+        xla_flags=" ".join(
+            [xla_flags, *(f"--{n}={v}" for n, v in program.compiler_options.items())]
+        ).strip(),
     )
 
 
