@@ -355,8 +355,6 @@ class Step:
             rest = self._accumulate(carry.rest, g_rest, self.rest_layouts)
             rest = rest if also is None else also(rest)
             g = lax.psum(g_x, AXIS)
-            if not always:
-                g, rest = lax.optimization_barrier((g, rest))
             return jax.tree.map(jnp.add, carry.head_report, report), rest, g
 
         none = (carry.head_report, carry.rest, self.zero_x if self.training else None)
