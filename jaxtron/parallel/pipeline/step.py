@@ -174,7 +174,7 @@ class Step:
         leaves = phase.backward and phase.share("left") > 0
         received: Any = self._send(carry.g, -1) if phase.backward else None
         at_embedding: Any = jnp.where(own["last_begins"], carry.g, 0) if leaves else None
-        left = self._word_that_left(own["left"]) if leaves else None
+        left: Any = self._word_that_left(own["left"]) if leaves else None
         words = self._words(phase, at_embedding, left, own)
         last_g: Any = None
 
