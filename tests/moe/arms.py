@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxtron.mesh.axes import AXES
+from tests.moe.ragged import ragged_exchange_written_out
 from tests.parity.harness import assert_parity, reference, run
 
 T_MOE = {
@@ -33,6 +34,7 @@ T_MOE = {
 DISPATCHERS = {
     "alltoall": {"moe_token_dispatcher_type": "alltoall"},
     "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "ragged": {"moe_token_dispatcher_type": "ragged"},
 }
 CAPACITIES: dict[str, dict[str, Any]] = {
     "dropless": {},
@@ -135,7 +137,8 @@ def check_arm(parallel: dict[str, Any], model: dict[str, Any], **raw: Any) -> No
     # the reference knows no dispatcher: all of them equal one device without any
     plain = {k: v for k, v in raw["model"].items() if k != "moe_token_dispatcher_type"}
     devices = jax.devices()[: devices_of(parallel)]
-    actual = run(parallel, devices, **raw)
+    with ragged_exchange_written_out():
+        actual = run(parallel, devices, **raw)
     expected = reference(**{**raw, "model": plain})
     assert_parity(actual, expected)
     for a, e in zip(actual["metrics"], expected["metrics"], strict=True):

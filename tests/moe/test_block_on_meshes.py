@@ -2,16 +2,13 @@
 
 import functools
 import json
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax import lax
 
-from jaxtron.layers.moe import dispatch_ragged
-from jaxtron.layers.moe.dispatch_ragged import Route
 from tests.moe.block import assert_same, model_config, run_block
+from tests.moe.ragged import ragged_exchange_written_out
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "expert2": {"mesh": {"expert": 2}},
@@ -60,25 +57,10 @@ BALANCE = {
 SHARED = {"moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 
 
-def ragged_exchange_written_out(
-    rows: jax.Array, route: Route, size: int, axes: tuple[str, ...]
-) -> jax.Array:
-    """What ``lax.ragged_all_to_all`` is documented to do, which CPUs do not have."""
-    everyone, *table = (lax.all_gather(a, axes) for a in (rows, *route[:3]))
-    me = lax.axis_index(axes)
-    sent_from, sent, put_at = (a[:, me] for a in table)
-    out = jnp.zeros((size, *rows.shape[1:]), rows.dtype)
-    for sender in range(everyone.shape[0]):
-        number = jnp.arange(size) - put_at[sender]
-        comes = (number >= 0) & (number < sent[sender])
-        out = jnp.where(comes[:, None], everyone[sender][sent_from[sender] + number], out)
-    # sizes that the receiver does not expect are undefined behaviour
-    return jnp.where(jnp.all(sent == route.received), out, jnp.nan)
-
-
 @pytest.fixture(autouse=True)
-def ragged_exchange_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch_ragged, "ragged_exchange", ragged_exchange_written_out)
+def ragged_exchange_on_cpus() -> Iterator[None]:
+    with ragged_exchange_written_out():
+        yield
 
 
 @functools.lru_cache
