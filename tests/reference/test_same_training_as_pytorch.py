@@ -39,18 +39,7 @@ def make_config(family: str, parallel: dict[str, Any], microbatches: int, packed
             "num_microbatches": microbatches,
             "layer_loop": "scan",
         },
-        "optimizer": {
-            "name": "adamw",
-            "lr": PLAN.lr,
-            "min_lr": PLAN.min_lr,
-            "lr_decay_style": "cosine",
-            "lr_warmup_steps": PLAN.warmup,
-            "weight_decay": PLAN.weight_decay,
-            "adam_beta1": PLAN.betas[0],
-            "adam_beta2": PLAN.betas[1],
-            "adam_eps": PLAN.eps,
-            "clip_grad": PLAN.clip,
-        },
+        "optimizer": PLAN.adamw(),
         "precision": {"compute": "fp32"},
     }
     return load_config(raw, [])

@@ -69,6 +69,21 @@ class Plan:
     eps: float = 1e-6
     clip: float = 1.6
 
+    def adamw(self) -> dict[str, str | float]:
+        """The section ``optimizer`` of a configuration."""
+        return {
+            "name": "adamw",
+            "lr": self.lr,
+            "min_lr": self.min_lr,
+            "lr_decay_style": "cosine",
+            "lr_warmup_steps": self.warmup,
+            "weight_decay": self.weight_decay,
+            "adam_beta1": self.betas[0],
+            "adam_beta2": self.betas[1],
+            "adam_eps": self.eps,
+            "clip_grad": self.clip,
+        }
+
     def lr_factor(self, update: int) -> float:
         """Learning rate of an update (from 0) as a share of ``lr``: warm-up, then half a cosine."""
         if update <= self.warmup:
