@@ -17,12 +17,24 @@ SECOND = [7, 8, 9, 42, 17, 60, EOD]
 BOTH = slice(len(FIRST), len(FIRST) + len(SECOND))
 
 
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one device": {},
+    "tensor 2": {"tensor": 2},
+    "all_to_all 2": {"context": 2, "context_strategy": "all_to_all"},
+    "ring 4": {"context": 4, "context_strategy": "ring"},
+}
+
+
 def program_for(
-    tensor: int = 1, mask: bool = True, positions: bool = True, **model: Any
+    parallel: dict[str, Any] | None = None,
+    mask: bool = True,
+    positions: bool = True,
+    **model: Any,
 ) -> Program:
+    parallel = parallel or {}
     config = make_config(
         model={"num_layers": 2, **model},
-        parallel={"tensor": tensor},
+        parallel=parallel,
         data={
             "eod_token": EOD,
             "reset_attention_mask": mask,
@@ -30,7 +42,8 @@ def program_for(
         },
         train={"global_batch_size": 1},
     )
-    return Program(config, jax.devices()[:tensor])
+    devices = parallel.get("tensor", 1) * parallel.get("context", 1)
+    return Program(config, jax.devices()[:devices])
 
 
 def batch_of(program: Program, *documents: list[int]) -> dict[str, np.ndarray]:
@@ -49,10 +62,18 @@ def batch_of(program: Program, *documents: list[int]) -> dict[str, np.ndarray]:
     return {name: array[None] for name, array in row.items()}
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-@pytest.mark.parametrize("positions", ["rope", "learned_absolute"])
-def test_packed_document_has_the_logits_it_has_alone(positions: str, tensor: int) -> None:
-    program = program_for(tensor, position_embedding_type=positions)
+@pytest.mark.parametrize(
+    ("positions", "layout"),
+    [
+        ("rope", "one device"),
+        ("learned_absolute", "one device"),
+        ("rope", "tensor 2"),
+        ("rope", "all_to_all 2"),
+        ("learned_absolute", "ring 4"),
+    ],
+)
+def test_packed_document_has_the_logits_it_has_alone(positions: str, layout: str) -> None:
+    program = program_for(LAYOUTS[layout], position_embedding_type=positions)
     params = random_params(program)
     packed = logits(program, params, batch_of(program, FIRST, SECOND))[0, BOTH]
     alone = logits(program, params, batch_of(program, SECOND))[0, : len(SECOND)]
