@@ -15,6 +15,7 @@ import numpy as np
 from jaxtron.parallel.context.dynamic import CALL, DynamicContext, ScheduledStep
 from jaxtron.parallel.context.schedule import MenuEntry
 from jaxtron.program import Program, State
+from jaxtron.room import program_bytes
 from jaxtron.update import apply_gradients
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,12 @@ class DynamicProgram:
                 )
             )
         return placed
+
+    def step_bytes(self, state: State, step: Sequence[PlacedCall]) -> int:
+        """Compile all executables; bytes that a step allocates on a device besides arguments."""
+        self.compile()
+        needed = {name: program_bytes(compiled) for name, compiled in self._compiled.items()}
+        return needed.pop("begin") + max(needed.values())
 
     def train_step(self, state: State, step: Sequence[PlacedCall]) -> tuple[State, Any]:
         """One optimizer step; ``state`` may not be used afterwards."""

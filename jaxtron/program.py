@@ -58,6 +58,7 @@ from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
 from jaxtron.precision.loss_scale import loss_scaler
+from jaxtron.room import program_bytes
 from jaxtron.update import apply_gradients
 
 State = dict[str, Any]
@@ -323,6 +324,10 @@ class Program:
             self.order.logical(placed),
             self._order.logical_shardings(placed),
         )
+
+    def step_bytes(self, state: State, batch: Mapping[str, jax.Array]) -> int:
+        """Compile the training step; bytes that it allocates on a device besides its arguments."""
+        return program_bytes(self.train_step.lower(state, batch).compile())
 
     def to_logical(self, state: State) -> State:
         """The state, or some of its entries, with the layers in the model's order.

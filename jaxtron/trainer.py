@@ -33,6 +33,7 @@ from jaxtron.resume import (
     with_fresh_optimizer,
     with_scales,
 )
+from jaxtron.room import check_state, check_step
 from jaxtron.upcycle import abstract_dense, dense_config, upcycled
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Trainer:
     def fit(self) -> Result:
         """Train to ``train.steps``, or until an exit condition; saves at the end."""
         config = self.config
+        check_state(self.program)
         state, start, consumed = self._start()
         logger = RunLogger(
             config.observe,
@@ -207,6 +209,7 @@ class Trainer:
         began = time.monotonic()
         step, loss, eval_loss, skipped = start, None, None, 0
         reason = "finished"
+        checked: int | None = None  # rows of a step that has been found to fit
         source = self._train_batches(step, consumed)
         ahead = self._next(source, step)
         clock = _StepClock()
@@ -239,11 +242,14 @@ class Trainer:
             if isinstance(ahead, DataError):
                 flush()
                 raise ahead
+            size = program.batch_schedule.samples(step + 1) - program.batch_schedule.samples(step)
+            if size != checked:
+                check_step(program, trained.step_bytes(state, ahead))
+                checked = size
             profiler.before_step(step + 1, state)
             state, metrics = trained.train_step(state, ahead)
             profiler.after_step(step + 1, metrics)
             flush()
-            size = program.batch_schedule.samples(step + 1) - program.batch_schedule.samples(step)
             step, consumed = step + 1, consumed + size
             pending = (step, consumed, size, metrics)
             ahead = self._next(source, step)

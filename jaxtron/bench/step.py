@@ -25,6 +25,7 @@ from jaxtron.observe.kernels import kernels_of
 from jaxtron.observe.throughput import Keys, Throughput
 from jaxtron.parallel.context.dynamic import dynamic_context
 from jaxtron.program import Program
+from jaxtron.room import check_state, check_step
 
 NVIDIA_LIBRARIES = re.compile(r"nvidia-(cublas|cuda-runtime|cudnn|nccl)(-cu\d+)?")
 
@@ -214,9 +215,11 @@ def time_step(
             return trained.place(stage(batch))
         return program.place({k: v[rows] for k, v in batch.items()})
 
+    check_state(program)
     state = jax.block_until_ready(program.init_state())
     batch = placed()
     began = time.perf_counter()
+    check_step(program, trained.step_bytes(state, batch))
     state, metrics = trained.train_step(state, batch)
     jax.block_until_ready(state)
     compile_s = time.perf_counter() - began
