@@ -15,8 +15,8 @@ from jaxtron.errors import DataError
 
 Rows = Mapping[str, NDArray]
 
-PADDING_PIECE = 2048
-"""Places of padding that attend to each other: a tile of the attention kernel."""
+TILE = 2048
+"""Tokens of a tile of the attention kernel for packed rows."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def document_lengths(segment_ids: NDArray, loss_mask: NDArray) -> NDArray[np.int
 
 
 def cut_padding(
-    segment_ids: NDArray, document_length: NDArray, size: int = PADDING_PIECE
+    segment_ids: NDArray, document_length: NDArray, size: int = TILE
 ) -> NDArray[np.int32]:
     """Numbers of documents ``[rows, seq]``, with padding in pieces of ``size`` places.
 
