@@ -27,7 +27,7 @@ def test_short_documents_are_cut_together() -> None:
 
 
 def test_documents_are_cut_in_whole_tiles_where_attention_works_in_tiles() -> None:
-    # tiles of 2: 9 tokens are 2 + 2 + 2 + 3, then 4 are two tiles where there is room, then the rest
+    # tiles of 2: 9 tokens are 2 + 2 + 2 + 3, then 4 are two tiles where most room is, then 3
     order, numbers = chunk_order(row_of(9, 4, 3), chunks=4, least=4, piece=2)
     assert order.tolist() == [0, 1, 9, 10, 2, 3, 11, 12, 4, 5, 13, 14, 6, 7, 8, 15]
     assert numbers.tolist() == [0, 0, 1, 1, 0, 0, 1, 1, 0, 0, 2, 2, 0, 0, 0, 2]
