@@ -7,6 +7,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtron.kernels.attention_tiles import TiledBlockKernel
 from jaxtron.kernels.attention_xla import XlaAttention
+from jaxtron.parallel.context import balance
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import ContextLayout
 from tests.kernels.reference import attention, attention_gradients, visible_keys
@@ -47,8 +48,11 @@ def test_rows_of_four_whole_tiles_are_computed_in_tiles(tile: int | None, calls:
 
 
 @pytest.mark.parametrize("cut", [None, 9])
-def test_a_ring_of_packed_rows_in_tiles_equals_the_softmax_over_all_keys(cut: int | None) -> None:
+def test_a_ring_of_packed_rows_in_tiles_equals_the_softmax_over_all_keys(
+    monkeypatch: pytest.MonkeyPatch, cut: int | None
+) -> None:
     """Chunks of two tiles; documents cut with the row, or by themselves from some length."""
+    monkeypatch.setattr(balance, "TILE", 4)  # so that documents are cut in whole tiles
     length = 32
     context = ContextAttention(ContextLayout(2, 1), False, cut)
     segments = np.stack(
