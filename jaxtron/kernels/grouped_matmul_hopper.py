@@ -5,6 +5,8 @@ zero rows. So each tile belongs to one group, no store needs a mask, and product
 zero by themselves. Tiles behind the last group are neither read nor written: work follows the
 routing, not the size of the buffer.
 
+Kernels are traced and lowered once for all layers (``jax.jit``): it takes seconds each.
+
 A thread block stays on its multiprocessor and takes one output tile after the other. One warpgroup
 copies operands to shared memory (TMA), two multiply (``wgmma``), each a half of the tile.
 """
@@ -184,6 +186,7 @@ def share(total: Any, blocks: int) -> Any:
     return (total - lax.axis_index("sm") + blocks - 1) // blocks
 
 
+@functools.partial(jax.jit, static_argnames=("transposed", "blocks"))
 def rows_times_weights(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool, blocks: int
 ) -> jax.Array:
@@ -244,6 +247,7 @@ def rows_times_weights(
     return result
 
 
+@functools.partial(jax.jit, static_argnames=("blocks",))
 def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int) -> jax.Array:
     """``out[group] = a[rows of group].T @ b[rows of group]``; zero for an empty group.
 

@@ -6,6 +6,7 @@ was lost. So every step's sum goes to fp32 registers, from which the tile is sca
 sums need twice the registers, hence tiles half as wide as those of bf16.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ class _Fp8Matmul(Matmul):
         self.pipeline(steps, step, context)(a, b, allocations=allocations)
 
 
+@functools.partial(jax.jit, static_argnames=("blocks",))
 def rows_times_weights(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, scale: jax.Array, *, blocks: int
 ) -> jax.Array:
@@ -121,6 +123,7 @@ def rows_times_weights(
     return result
 
 
+@functools.partial(jax.jit, static_argnames=("blocks",))
 def rows_times_rows(
     a: jax.Array, b: jax.Array, sizes: jax.Array, scale: jax.Array, *, blocks: int
 ) -> jax.Array:
