@@ -75,7 +75,7 @@ def test_ratio_to_a_plain_step_is_the_recorded_one(precision: str, tmp_path: Pat
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gpus", "layers", "sequences"), [(1, 2, 8), (4, 8, 16)])
+@pytest.mark.parametrize(("gpus", "layers", "sequences"), [(1, 2, 8), (2, 2, 16), (4, 8, 16)])
 def test_training_keeps_the_speed_of_the_benchmark(
     gpus: int, layers: int, sequences: int, tmp_path: Path
 ) -> None:
