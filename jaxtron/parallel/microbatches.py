@@ -1,5 +1,6 @@
 """Loss and gradients of a step's microbatches, inside the manual region."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from jaxtron.parallel.data_sharding import (
 from jaxtron.parallel.overlap import NO_OVERLAP, Overlap
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.region import Region
+from jaxtron.parallel.side_by_side import side_by_side
 from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_plan import Fp8Plan
 from jaxtron.precision.fp8_weight import (
@@ -34,6 +36,12 @@ from jaxtron.precision.fp8_weight import (
 )
 
 Params = dict[str, Any]
+
+
+def _split(microbatches: Any) -> list[Any]:
+    """Trees of single microbatches of arrays with a leading microbatch axis."""
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    return [jax.tree.map(lambda a, i=i: a[i], microbatches) for i in range(count)]
 
 
 def _map(f: Callable[..., Any], layouts: Any, *trees: Any) -> Any:
@@ -168,9 +176,8 @@ class Sequential:
 
     Attributes:
         plan: of the gradients.
-        at_once: microbatches in one turn of the loop. They do not depend on each other, so that the
-            compiler can put one's collectives beside another's products; their gradients are added
-            one by one, in the same order as without.
+        at_once: microbatches in one turn of the loop, computed side by side (``side_by_side.py``);
+            their gradients are added one by one, in the same order as without.
         overlap: which microbatches stand outside of the loop.
     """
 
@@ -226,48 +233,51 @@ class Sequential:
 
             def body(total: Any, microbatch: Any) -> Any:
                 earlier = total[1][1] if computation.looks_back else None
-                return accumulate(total, one(microbatch, earlier)), None
+                return accumulate(total, one(microbatch, earlier))
+
+            def turn(total: Any, several: Any) -> Any:
+                each = _split(several)
+                if computation.looks_back:
+                    return functools.reduce(body, each, total)
+                return functools.reduce(accumulate, side_by_side(one, each), total)
 
             if count is None:
-                grads, reports = self._loop(body, start, microbatches)
+                grads, reports = self._loop(turn, start, microbatches)
             else:
 
-                def numbered(i: jax.Array, total: Any) -> Any:
-                    microbatch = jax.tree.map(
-                        lambda a: lax.dynamic_index_in_dim(a, i, 0, keepdims=False), microbatches
+                def numbered(length: int, i: jax.Array, total: Any) -> Any:
+                    several = jax.tree.map(
+                        lambda a: lax.dynamic_slice_in_dim(a, i * length, length), microbatches
                     )
-                    return body(total, microbatch)[0]
+                    return turn(total, several)
 
-                def turn(i: jax.Array, total: Any) -> Any:
-                    for j in range(self.at_once):
-                        total = numbered(i * self.at_once + j, total)
-                    return total
-
-                turns = count // self.at_once
-                grads, reports = lax.fori_loop(0, turns, turn, start)
+                turns, step = count // self.at_once, functools.partial(numbered, self.at_once)
+                grads, reports = lax.fori_loop(0, turns, step, start)
                 if self.at_once > 1:
-                    rest = (turns * self.at_once, count, numbered, (grads, reports))
+                    alone = functools.partial(numbered, 1)
+                    rest = (turns * self.at_once, count, alone, (grads, reports))
                     grads, reports = lax.fori_loop(*rest)
         return reports, plan.finish(grads), plan.measured(grads, scales)
 
-    def _loop(self, body: Callable[..., Any], total: Any, microbatches: Any) -> Any:
-        """``total`` after ``body`` has added each of the microbatches to it."""
-        count = jax.tree.leaves(microbatches)[0].shape[0]
-        head = int(self.overlap.param_gather)
-        tail = count - int(self.overlap.grad_reduce)
+    def _loop(self, turn: Callable[..., Any], total: Any, microbatches: Any) -> Any:
+        """``total`` after ``turn`` has added all microbatches to it, ``at_once`` at a time.
 
-        def add(i: int, total: Any) -> Any:
-            return body(total, jax.tree.map(lambda a: a[i], microbatches))[0]
-
+        What does not fill a turn comes first, in one of its own.
+        """
+        count, size = jax.tree.leaves(microbatches)[0].shape[0], self.at_once
+        head = count % size or size * int(self.overlap.param_gather)
+        tail = max(head, count - size * int(self.overlap.grad_reduce))
         if head:
-            total = add(0, total)
+            total = turn(total, jax.tree.map(lambda a: a[:head], microbatches))
         if head < tail:
-            middle = jax.tree.map(lambda a: a[head:tail], microbatches)
-            total, _ = lax.scan(body, total, middle, unroll=self.at_once)
+            middle = jax.tree.map(
+                lambda a: a[head:tail].reshape(-1, size, *a.shape[1:]), microbatches
+            )
+            total, _ = lax.scan(lambda total, each: (turn(total, each), None), total, middle)
         if tail < count:
             # else its forward pass would go ahead, and its activations lie beside the others'
             microbatches, total = lax.optimization_barrier((microbatches, total))
-            total = add(tail, total)
+            total = turn(total, jax.tree.map(lambda a: a[tail:], microbatches))
         return total
 
     def reports(self, computation: Computation, params: Params, microbatches: Any) -> Any:
