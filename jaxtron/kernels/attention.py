@@ -1,7 +1,6 @@
 """Dot-product attention: one function, several kernels, and the rule that chooses between them."""
 
 import logging
-from functools import cache
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,6 +10,7 @@ from jaxtron.kernels.attention_cudnn import CudnnAttention
 from jaxtron.kernels.attention_spec import AttentionBackend, AttentionScoring, AttentionSpec
 from jaxtron.kernels.attention_xla import XlaAttention
 from jaxtron.layers.dropout import AttentionDropout
+from jaxtron.log_once import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,10 @@ def choose_backend(name: str, spec: AttentionSpec, platform: str) -> AttentionBa
         else:
             raise ConfigError(f"no attention backend computes {spec}: {'; '.join(refusals)}")
         exact_on_gpu = backend.name == "xla" and platform != "cpu"
-        _log_once(
-            logging.WARNING if exact_on_gpu else logging.INFO,
+        log_once(
+            logger,
             "; ".join([f"attention backend: {backend.name} (auto)", *refusals]),
+            logging.WARNING if exact_on_gpu else logging.INFO,
         )
         return backend
     if name not in ATTENTION_BACKENDS:
@@ -58,13 +59,8 @@ def choose_backend(name: str, spec: AttentionSpec, platform: str) -> AttentionBa
             f"model.attention_backend={name} cannot be used: {reason}; "
             "set model.attention_backend to auto or xla"
         )
-    _log_once(logging.INFO, f"attention backend: {name}")
+    log_once(logger, f"attention backend: {name}")
     return backend
-
-
-@cache
-def _log_once(level: int, message: str) -> None:
-    logger.log(level, message)
 
 
 def dot_product_attention(

@@ -1,7 +1,6 @@
 """Matrix products of experts: several kernels, and the rule that chooses between them."""
 
 import logging
-from functools import cache
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels.grouped_matmul_bucketed import BucketedGroupedMatmul
@@ -9,6 +8,7 @@ from jaxtron.kernels.grouped_matmul_mosaic import MosaicGroupedMatmul
 from jaxtron.kernels.grouped_matmul_padded import PaddedGroupedMatmul
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmul, GroupedMatmulSpec
 from jaxtron.kernels.grouped_matmul_xla import XlaGroupedMatmul
+from jaxtron.log_once import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +58,5 @@ def choose_grouped_matmul(name: str, spec: GroupedMatmulSpec, platform: str) -> 
     """:func:`find_grouped_matmul`, fitted to ``spec``; the choice and the refusals are logged."""
     backend, refusals = find_grouped_matmul(name, spec, platform)
     chosen = "auto" if name == "auto" else "asked for"
-    _log_once("; ".join([f"grouped matmul: {backend.name} ({chosen})", *refusals]))
+    log_once(logger, "; ".join([f"grouped matmul: {backend.name} ({chosen})", *refusals]))
     return backend.fitted(spec) if isinstance(backend, BucketedGroupedMatmul) else backend
-
-
-@cache
-def _log_once(message: str) -> None:
-    logger.info(message)

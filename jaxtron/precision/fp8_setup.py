@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import jax
 
 from jaxtron.errors import ConfigError
 from jaxtron.layers.parameter import Product
+from jaxtron.log_once import log_once
 from jaxtron.mesh.axes import AXES
 from jaxtron.mesh.rules import LogicalRules
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
@@ -70,9 +70,10 @@ def make_fp8_plan(
     if backend == "te":
         require_transformer_engine(device.platform)
     reason = "auto: XLA's products add residuals and gradient sums themselves, te's do not"
-    _log_once(
+    log_once(
+        logger,
         f"fp8 products: {backend} ({reason if config.fp8_backend == 'auto' else 'asked for'})"
-        + ("" if device.platform != "cpu" else "; a CPU multiplies the same values in fp32")
+        + ("" if device.platform != "cpu" else "; a CPU multiplies the same values in fp32"),
     )
     recipe = Fp8Recipe(
         forward=E4M3,
@@ -124,11 +125,6 @@ def make_fp8_plan(
         reduce_dtype=reduce_dtype,
         delayed=delayed,
     )
-
-
-@cache
-def _log_once(message: str) -> None:
-    logger.info(message)
 
 
 def _full_name(path: str, product: Product) -> str:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jaxtron.errors import ConfigError
-from jaxtron.kernels import attention as attention_module
 from jaxtron.kernels import query_blocks
 from jaxtron.kernels.attention import ATTENTION_BACKENDS, choose_backend, dot_product_attention
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.dropout import AttentionDropout, dropout_key
+from jaxtron.log_once import log_once
 
 from .reference import attention, attention_gradients, visible_keys
 
@@ -253,7 +253,7 @@ SPEC = AttentionSpec(
 def test_a_backend_that_refuses_says_why(
     changes: dict, platform: str, reason: str, caplog: pytest.LogCaptureFixture
 ):
-    attention_module._log_once.cache_clear()
+    log_once.cache_clear()
     spec = dataclasses.replace(SPEC, **changes)
     with pytest.raises(ConfigError, match=f"attention_backend=cudnn.*{reason}.*auto or xla"):
         choose_backend("cudnn", spec, platform)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxtron.errors import ConfigError
-from jaxtron.precision import fp8_setup, fp8_te
+from jaxtron.log_once import log_once
+from jaxtron.precision import fp8_te
 from jaxtron.precision.fp8_te import require_transformer_engine
 from jaxtron.precision.fp8_weight import is_fp8
 from jaxtron.precision.quantise import E4M3
@@ -261,7 +262,7 @@ def test_what_cannot_work_is_refused(
 
 
 def test_who_multiplies_is_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    fp8_setup._log_once.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level("INFO"):
         program({})
     assert "fp8 products: xla (auto: XLA's products add" in caplog.text
