@@ -11,7 +11,7 @@ from tests.program.forward import random_state
 @pytest.mark.parametrize(
     "parallel, train",
     [
-        # 8 microbatches in turns of three: the last turn has two
+        # 8 microbatches in turns of three: the first turn has two
         ({"tensor": 2}, {"num_microbatches": 8, "microbatches_at_once": 3}),
         (
             {"fsdp": 2, "tensor": 2, "data_sharding": "optim_grads_params"},

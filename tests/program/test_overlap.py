@@ -38,16 +38,26 @@ def test_a_step_with_microbatches_outside_of_the_loop_is_the_same(
     assert_parity(run(parallel, devices, **raw), reference(**plain))
 
 
-@pytest.mark.parametrize("gather, reduce", [(False, False), (True, False), (True, True)])
-def test_the_loop_runs_over_the_other_microbatches(gather: bool, reduce: bool) -> None:
+@pytest.mark.parametrize(
+    "gather, reduce, at_once, turns",
+    [
+        (True, False, 1, 7),
+        (True, True, 2, 2),
+        (False, False, 3, 2),  # the two that fill no turn stand before the loop
+        (True, True, 3, 1),
+    ],
+)
+def test_the_loop_runs_over_the_other_microbatches(
+    gather: bool, reduce: bool, at_once: int, turns: int
+) -> None:
     config = make_config(
         model={"num_layers": 1},
         parallel={"fsdp": 1, "overlap_param_gather": gather, "overlap_grad_reduce": reduce},
-        train={"num_microbatches": 8, "layer_loop": "unroll"},
+        train={"num_microbatches": 8, "microbatches_at_once": at_once, "layer_loop": "unroll"},
     )
     program = Program(config, jax.devices()[:1])
     traced = program.train_step.trace(random_state(program), rows_of(program, make_batch(config)))
-    assert len(scans(traced.jaxpr.jaxpr, 8 - gather - reduce)) == 1
+    assert len(scans(traced.jaxpr.jaxpr, turns)) == 1
 
 
 @pytest.mark.parametrize(
