@@ -9,7 +9,12 @@ import pytest
 from jax import lax
 
 from jaxtron.kernels.grouped_matmul import GROUPED_MATMULS
-from jaxtron.kernels.grouped_matmul_hopper import ROW_TILE, tile_groups
+from jaxtron.kernels.grouped_matmul_hopper import (
+    ROW_TILE,
+    rows_times_rows,
+    rows_times_weights,
+    tile_groups,
+)
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
 from jaxtron.layers.moe.permute import group_by_expert, place_rows
 from tests.moe.block import assert_same, model_config, run_block
@@ -86,3 +91,15 @@ def test_nothing_reads_behind_the_last_group(
     expected = run_block(config)
     monkeypatch.setitem(GROUPED_MATMULS, "xla", Tiled())
     assert_same(run_block(config, mesh), expected)
+
+
+def test_all_layers_of_a_program_share_a_kernel() -> None:
+    def layers(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> Any:
+        for _ in range(2):
+            rows = rows_times_weights(rows, weights, sizes, transposed=False, blocks=132)
+        return [rows_times_rows(rows, rows, sizes, blocks=132) for _ in range(2)]
+
+    shapes = [((256, 128), jnp.bfloat16), ((2, 128, 128), jnp.bfloat16), ((2,), jnp.int32)]
+    traced = jax.make_jaxpr(layers)(*[jax.ShapeDtypeStruct(*shape) for shape in shapes])
+    first, second, third, fourth = [id(call.params["jaxpr"]) for call in traced.eqns]
+    assert first == second != third == fourth, "what is lowered twice takes twice the time"
