@@ -14,13 +14,18 @@ def _keys_have_experts(config: Config) -> Iterator[str]:
     model = config.model
     if model.num_experts is not None:
         return
-    for field in dataclasses.fields(ModelConfig):
-        value = getattr(model, field.name)
-        if field.name.startswith("moe_") and value != field.default:
-            yield (
-                f"model.{field.name} is {value}, but model.num_experts is null, so there are no "
-                f"experts: set model.num_experts, or model.{field.name} to {_shown(field.default)}"
-            )
+    wrong = [
+        field
+        for field in dataclasses.fields(ModelConfig)
+        if field.name.startswith("moe_") and getattr(model, field.name) != field.default
+    ]
+    if wrong:
+        given = ", ".join(f"model.{f.name} is {getattr(model, f.name)}" for f in wrong)
+        defaults = ", ".join(f"model.{f.name} to {_shown(f.default)}" for f in wrong)
+        yield (
+            f"{given}, but model.num_experts is null, so there are no experts: set "
+            f"model.num_experts, or {defaults}"
+        )
 
 
 def _choices_fit_experts(config: Config) -> Iterator[str]:

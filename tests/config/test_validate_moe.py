@@ -12,8 +12,14 @@ SIGMOID = "model.moe_router_score_function=sigmoid"
 # (overrides, words of the message, overrides that fix it)
 REFUSED = {
     "keys_without_experts": (
-        ["model.moe_aux_loss_coeff=0.1"],
-        ["model.moe_aux_loss_coeff is 0.1", "num_experts is null"],
+        ["model.moe_aux_loss_coeff=0.1", "model.moe_router_load_balancing_type=aux_loss"],
+        [
+            "model.moe_aux_loss_coeff is 0.1",
+            "model.moe_router_load_balancing_type is aux_loss",
+            "num_experts is null",
+            "model.moe_aux_loss_coeff to 0.0",
+            "model.moe_router_load_balancing_type to seq_aux_loss",
+        ],
         ["model.num_experts=4"],
     ),
     "expert_axis_without_experts": (
