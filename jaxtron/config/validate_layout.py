@@ -176,6 +176,12 @@ def _documents_can_be_cut(config: Config, axes: Axes) -> Iterator[str]:
             f"{shown}, but documents of a row see each other or know their place in it: set "
             f"{' and '.join(f'data.{name}' for name in off)} to true, {without}"
         )
+    if parallel.context_cut_documents > data.seq_length:
+        yield (
+            f"{shown}, but no document is longer than data.seq_length {data.seq_length}, so none "
+            f"would be cut: set parallel.context_cut_documents to {data.seq_length // 4 or 1}, say, "
+            f"{without}"
+        )
     for name, off_value in (
         ("window_size", None),
         ("mtp_num_layers", None),

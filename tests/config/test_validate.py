@@ -242,6 +242,12 @@ REFUSED = {
         ["context_cut_documents is 16", "data.reset_attention_mask to true"],
         ["data.reset_attention_mask=true"],
     ),
+    "cut_documents_longer_than_a_row": (
+        [*CUT, "parallel.context_cut_documents=65"],
+        8,
+        ["context_cut_documents is 65", "data.seq_length 64", "to 16, say", "to null"],
+        ["parallel.context_cut_documents=16"],
+    ),
     "cut_documents_with_a_window_of_places": (
         [*CUT, "model.window_size=8"],
         8,
