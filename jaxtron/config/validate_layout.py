@@ -179,8 +179,8 @@ def _documents_can_be_cut(config: Config, axes: Axes) -> Iterator[str]:
     if parallel.context_cut_documents > data.seq_length:
         yield (
             f"{shown}, but no document is longer than data.seq_length {data.seq_length}, so none "
-            f"would be cut: set parallel.context_cut_documents to {data.seq_length // 4 or 1}, say, "
-            f"{without}"
+            f"would be cut: set parallel.context_cut_documents to {data.seq_length // 4 or 1}, "
+            f"say, {without}"
         )
     for name, off_value in (
         ("window_size", None),
