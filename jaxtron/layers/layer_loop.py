@@ -138,8 +138,10 @@ def _loop(block: Block, x: jax.Array, layers: Any, numbers: jax.Array) -> LayerO
     if isinstance(layers, list):
         piece: Any = 0.0
         reports = []
+        # traced and differentiated once for all layers
+        one = jax.jit(functools.partial(_run_block, block), inline=True)
         for i, weights in enumerate(layers):
-            x, more, report = _run_block(block, x, weights, numbers[i])
+            x, more, report = one(x, weights, numbers[i])
             piece = piece + more
             reports.append(report)
         return LayerOutput(x, piece, jax.tree.map(lambda *each: jnp.stack(each), *reports))

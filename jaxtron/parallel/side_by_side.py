@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 Values = dict[Var | Literal, Any]
 
@@ -35,7 +35,9 @@ def side_by_side(function: Callable[[Any], Any], inputs: Sequence[Any]) -> list[
     """
     if len(inputs) == 1:
         return [function(inputs[0])]
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(inputs[0])
+    nested, shapes = jax.make_jaxpr(function, return_shape=True)(inputs[0])
+    leaves = jax.tree.leaves(inputs[0])
+    closed = jax.make_jaxpr(lambda *given: _without_calls(nested, given))(*leaves)
     jaxpr = closed.jaxpr
     given = [*jaxpr.constvars, *jaxpr.invars]
     streams: list[Values] = [
@@ -58,8 +60,24 @@ def side_by_side(function: Callable[[Any], Any], inputs: Sequence[Any]) -> list[
             for equation in turn[middle:]:
                 _evaluate(equation, values)
             last = None if scatter is None else (values, scatter)
-    leaves = [[_read(v, values) for v in jaxpr.outvars] for values in streams]
-    return [jax.tree.unflatten(jax.tree.structure(shapes), each) for each in leaves]
+    results = [[_read(v, values) for v in jaxpr.outvars] for values in streams]
+    return [jax.tree.unflatten(jax.tree.structure(shapes), each) for each in results]
+
+
+def _without_calls(closed: ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
+    """Results of a program whose calls of functions, layers for one, are traced in their place."""
+    jaxpr = closed.jaxpr
+    values: Values = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *given], strict=True)
+    )
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("jit", "pjit"):
+            operands = [_read(v, values) for v in equation.invars]
+            results = _without_calls(equation.params["jaxpr"], operands)
+            values.update(zip(equation.outvars, results, strict=True))
+        else:
+            _evaluate(equation, values)
+    return [_read(v, values) for v in jaxpr.outvars]
 
 
 def _turns(equations: Sequence[JaxprEqn]) -> Iterator[tuple[Sequence[JaxprEqn], JaxprEqn | None]]:

@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxtron.errors import ConfigError
-from jaxtron.layers.layer_loop import unrolls
+from jaxtron.layers.layer_loop import run_layers, unrolls
+from jaxtron.layers.outputs import LayerOutput
+from jaxtron.layers.remat import Remat
 from tests.parity.harness import make_config
 
 OFFLOAD = {"mlp_up": "offload", "core_attn": "save"}
@@ -36,3 +40,25 @@ def test_offload_in_an_unrolled_loop_on_a_gpu_is_refused(loop, differ, message) 
     train = dataclasses.replace(make_config().train, layer_loop=loop, recompute=OFFLOAD)
     with pytest.raises(ConfigError, match=message):
         unrolls(train, "gpu", layers_differ=differ)
+
+
+@pytest.mark.parametrize("remat", [Remat(), Remat("full")], ids=["none", "full"])
+def test_an_unrolled_loop_is_traced_once_for_layers_that_are_alike(remat: Remat) -> None:
+    traced = []
+
+    def layer(x, weights, number):
+        traced.append(sorted(weights))
+        return LayerOutput(jnp.sin(x @ weights["w"] + weights.get("b", 0) + number))
+
+    w = jnp.full((3, 3), 0.1)
+    layers = [{"w": w}, {"w": 2 * w}, {"w": w, "b": jnp.ones(3)}, {"w": 3 * w}]
+
+    def objective(layers):
+        return run_layers([layer], jnp.ones((2, 3)), layers, remat).x.sum()
+
+    jax.make_jaxpr(jax.grad(objective))(layers)
+    assert traced == [["w"], ["b", "w"]]
+    x = jnp.ones((2, 3))
+    for number, weights in enumerate(layers):
+        x = jnp.sin(x @ weights["w"] + weights.get("b", 0) + number)
+    assert jnp.allclose(objective(layers), x.sum())

@@ -110,6 +110,18 @@ def test_gradients_are_the_same_under_every_policy(loop: str) -> None:
             np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * scale, err_msg=name)
 
 
+def origin(var: Any, jaxpr: Any) -> Any:
+    """The equation that ``var`` comes from, in the function where it is computed."""
+    producers = {id(v): eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    eqn = producers[id(var)]
+    while eqn.primitive.name in ("reduce_precision", "device_put"):
+        eqn = producers[id(eqn.invars[0])]
+    if eqn.primitive.name != "jit" or "jaxpr" not in eqn.params:
+        return eqn
+    called = eqn.params["jaxpr"].jaxpr
+    return origin(called.outvars[eqn.outvars.index(var)], called)
+
+
 def residuals(loop: str, remat: Remat) -> list[tuple[str | None, Any]]:
     """What the forward pass hands to the backward pass, without its inputs: name, abstract value.
 
@@ -121,9 +133,7 @@ def residuals(loop: str, remat: Remat) -> list[tuple[str | None, Any]]:
     producers = {id(v): eqn for eqn in forward.eqns for v in eqn.outvars}
     found = []
     for var in {id(v): v for v in forward.outvars[1:] if id(v) in producers}.values():
-        eqn = producers[id(var)]
-        while eqn.primitive.name in ("reduce_precision", "device_put"):
-            eqn = producers[id(eqn.invars[0])]
+        eqn = origin(var, forward)
         found.append((eqn.params["name"] if eqn.primitive.name == "name" else None, var.aval))
     return found
 
