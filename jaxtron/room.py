@@ -110,10 +110,12 @@ def _step_remedies(config: Config, micro_batch_size: int) -> Iterator[str]:
     """What would lower the bytes that a step needs besides the state, and is not set yet."""
     if config.train.microbatches_at_once > 1:
         yield "set train.microbatches_at_once to 1"
-    if micro_batch_size > 1:
+    if config.parallel.dynamic_context:
+        yield "lower parallel.max_seqlen_per_dp_cp_rank"
+    elif micro_batch_size > 1:
         yield f"take smaller microbatches than {micro_batch_size} (train.micro_batch_size)"
     if config.train.recompute != "full":
         yield "set train.recompute to full, or to a policy by activation"
     if config.parallel.data_sharding in ("no_shard", "optim"):
-        yield "set parallel.data_sharding to optim_grads or higher"
+        yield "set parallel.data_sharding to optim_grads"
     yield "split the model over more devices (parallel.fsdp, tensor, pipeline, context, expert)"
