@@ -1,5 +1,6 @@
 """Microbatches in turns: the results of each alone, and who waits for whom."""
 
+import functools
 from typing import Any
 
 import jax
@@ -15,11 +16,16 @@ from jaxtron.parallel.side_by_side import side_by_side
 BLOCKS = 3
 
 
+@functools.partial(jax.jit, inline=True)  # as the layers of an unrolled loop
+def block(x: jax.Array, pair: jax.Array) -> jax.Array:
+    y = jnp.tanh(lax.all_gather(x, "tensor") @ pair[0]) @ pair[1]
+    return x + lax.psum_scatter(y, "tensor")
+
+
 def blocks(weights: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
     """Three tensor-parallel blocks of two products on a stream ``[tokens, h]``."""
     for pair in weights:
-        y = jnp.tanh(lax.all_gather(x, "tensor") @ pair[0]) @ pair[1]
-        x = x + lax.psum_scatter(y, "tensor")
+        x = block(x, pair)
     return {"stream": x, "squares": lax.psum(jnp.sum(x * x), "tensor")}
 
 
