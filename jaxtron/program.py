@@ -158,6 +158,7 @@ class Program:
                 tokens=config.train.global_batch_size * config.data.seq_length,
                 device=devices[0],
             ),
+            sums_itself=tuple(getattr(self.model, "sums_itself", ())),
         )
         self.executor: Sequential | Pipelined = Sequential(
             self.plan,

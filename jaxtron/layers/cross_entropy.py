@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtron.parallel.gradient_sum import SummedWeight
 from jaxtron.parallel.region import VOCAB_AXES, Region
 
 # fp32 logits of one chunk on one device
@@ -41,13 +42,18 @@ class CrossEntropy:
     logits_dtype: Any = jnp.float32
 
     def __call__(
-        self, x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
+        self,
+        x: jax.Array,
+        weight: jax.Array | SummedWeight,
+        labels: jax.Array,
+        token_weights: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """This device's pieces of the objective and of the plain loss.
 
         Args:
             x: final hidden states ``[tokens, h]``, the same on all members of ``VOCAB_AXES``.
-            weight: output weight ``[vocab/parts, h]``, this device's rows.
+            weight: output weight ``[vocab/parts, h]``, this device's rows; with a sum its gradient
+                is added to that.
             labels: ``[tokens]`` ids.
             token_weights: ``[tokens]`` fp32; 0 takes a token out altogether, whatever its values.
 
@@ -56,7 +62,10 @@ class CrossEntropy:
             the z-loss; both divided by the devices that share a token, so that they add up.
             Only the first has a derivative.
         """
-        return _cross_entropy(x, weight, labels, token_weights, self)
+        total = None
+        if isinstance(weight, SummedWeight):
+            weight, total = weight.weight, weight.total
+        return _cross_entropy(x, weight, total, labels, token_weights, self)
 
     def chunk(self, tokens: int, rows: int) -> int:
         """Tokens per chunk for ``rows`` local vocabulary rows."""
@@ -108,9 +117,14 @@ def _chunk_loss(
     return loss + jnp.sum(z_term * scale), loss, (x, logits, log_z, hit, valid)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _cross_entropy(
-    x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array, ce: CrossEntropy
+    x: jax.Array,
+    weight: jax.Array,
+    total: jax.Array | None,
+    labels: jax.Array,
+    token_weights: jax.Array,
+    ce: CrossEntropy,
 ) -> tuple[jax.Array, jax.Array]:
     tokens = x.shape[0]
     cut = _chunks(tokens, ce.chunk(tokens, weight.shape[0]), x, labels, token_weights)
@@ -123,13 +137,18 @@ def _cross_entropy(
 
 
 def _forward(
-    x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array, ce: CrossEntropy
+    x: jax.Array,
+    weight: jax.Array,
+    total: jax.Array | None,
+    labels: jax.Array,
+    token_weights: jax.Array,
+    ce: CrossEntropy,
 ) -> Any:
     tokens, h = x.shape
     cut = _chunks(tokens, ce.chunk(tokens, weight.shape[0]), x, labels, token_weights)
     # of a single chunk there is no sum, and XLA adds the gradient to the step's within the GEMM
     alone = len(cut[0]) == 1
-    sum_dtype = weight.dtype if alone else jnp.float32
+    sum_dtype = weight.dtype if alone and total is None else jnp.float32
 
     def body(carry: Any, chunk: Any) -> Any:
         objective, loss, d_weight = carry
@@ -144,19 +163,24 @@ def _forward(
         d_weight += jnp.einsum("tv,th->vh", d_logits, x_c, preferred_element_type=sum_dtype)
         return (objective + obj, loss + plain, d_weight), d_x
 
-    start = (jnp.zeros(()), jnp.zeros(()), jnp.zeros(weight.shape, sum_dtype))
+    before = jnp.zeros(weight.shape, sum_dtype) if total is None else total
+    start = (jnp.zeros(()), jnp.zeros(()), before)
     if alone:
         (objective, loss, d_weight), d_x = body(start, [each[0] for each in cut])
     else:
         (objective, loss, d_weight), d_x = lax.scan(body, start, cut)
     d_x = d_x.reshape(-1, h)[:tokens]
-    return (objective, loss), (d_x, d_weight.astype(weight.dtype))
+    if total is None:
+        return (objective, loss), (d_x, d_weight.astype(weight.dtype), None)
+    return (objective, loss), (d_x, None, d_weight)
 
 
 def _backward(ce: CrossEntropy, residuals: Any, cotangents: Any) -> Any:
-    d_x, d_weight = residuals
-    slope = cotangents[0]
-    return (d_x * slope).astype(d_x.dtype), (d_weight * slope).astype(d_weight.dtype), None, None
+    d_x, d_weight, total = residuals
+    slope = cotangents[0]  # 1 if there is a sum
+    if d_weight is not None:
+        d_weight = (d_weight * slope).astype(d_weight.dtype)
+    return (d_x * slope).astype(d_x.dtype), d_weight, total, None, None
 
 
 _cross_entropy.defvjp(_forward, _backward)

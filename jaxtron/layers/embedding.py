@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxtron.layers.parameter import normal
 from jaxtron.models.config import ModelConfig
+from jaxtron.parallel.gradient_sum import SummedWeight
 from jaxtron.parallel.region import Region
 
 
@@ -34,11 +35,32 @@ def _rows_forward(weight: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
 def _rows_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, None]:
     index, empty = residuals
     total = jnp.zeros((len(empty), g.shape[-1]), jnp.float32)
-    total = total.at[_inside(index, len(empty))].add(g.astype(jnp.float32), mode="drop")
-    return total.astype(empty.dtype), None
+    return _add_rows(total, index, g).astype(empty.dtype), None
+
+
+def _add_rows(total: jax.Array, index: jax.Array, g: jax.Array) -> jax.Array:
+    """``total`` with the gradients ``g`` of its rows ``index`` added."""
+    return total.at[_inside(index, len(total))].add(g.astype(jnp.float32), mode="drop")
 
 
 rows_of.defvjp(_rows_forward, _rows_backward)
+
+
+@jax.custom_vjp
+def _rows_of_summed(weight: jax.Array, total: jax.Array, index: jax.Array) -> jax.Array:
+    """:func:`rows_of`; the cotangent of ``total`` is it with the gradient added."""
+    return rows_of(weight, index)
+
+
+def _summed_forward(weight: jax.Array, total: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+    return rows_of(weight, index), (total, index)
+
+
+def _summed_backward(residuals: Any, g: jax.Array) -> tuple[None, jax.Array, None]:
+    return None, _add_rows(*residuals, g), None
+
+
+_rows_of_summed.defvjp(_summed_forward, _summed_backward)
 
 
 class Embedding(nnx.Module):
@@ -70,8 +92,12 @@ class Embedding(nnx.Module):
             tokens: ids below ``vocab_size`` (checked on the host when a batch is made).
             region: the manual region.
         """
-        word = self.word[...]
-        x = rows_of(word, tokens - region.vocab_start(word.shape[0]))
+        word = self.word.get_value()
+        index = tokens - region.vocab_start(word.shape[0])
+        if isinstance(word, SummedWeight):
+            x = _rows_of_summed(word.weight, word.total, index)
+        else:
+            x = rows_of(word, index)
         return region.reduce_sequence(x)
 
     def __call__(self, x: jax.Array, positions: jax.Array, region: Region) -> jax.Array:

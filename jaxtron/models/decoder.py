@@ -76,6 +76,8 @@ class Decoder:
     Attributes:
         products: per weight of a layer (``attention/query``) that goes through
             :func:`jaxtron.layers.linear.linear`, its product.
+        sums_itself: paths of the weights whose gradients it adds to the step's sums when they come
+            as :class:`jaxtron.parallel.gradient_sum.SummedWeight`: those that it uses once.
         layer_class: module of a layer, constructed as ``layer_class(config, rngs)`` and called as
             ``layer(x, inputs, number)``; a subclass may set another.
     """
@@ -90,6 +92,9 @@ class Decoder:
         }
         if config.untie_embeddings_and_output_weights:
             self._build["output"] = lambda rngs: Output(config, rngs)
+        self.sums_itself: tuple[str, ...] = ()
+        if config.untie_embeddings_and_output_weights and not config.mtp_num_layers:
+            self.sums_itself = ("embedding/word", "output/weight")
         self._ahead = [f"mtp_{i}" for i in range(config.mtp_num_layers or 0)]
         for name in self._ahead:
             self._build[name] = lambda rngs: MultiTokenPrediction(config, rngs, self.layer_class)

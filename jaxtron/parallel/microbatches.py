@@ -19,21 +19,20 @@ from jaxtron.parallel.data_sharding import (
     scatter_gradient,
     sum_gradient,
 )
+from jaxtron.parallel.gradient_sum import (
+    accumulate,
+    trainable,
+    with_sums,
+    with_trainable,
+    zero_gradients,
+)
 from jaxtron.parallel.overlap import NO_OVERLAP, Overlap
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.side_by_side import side_by_side
 from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_plan import Fp8Plan
-from jaxtron.precision.fp8_weight import (
-    accumulate,
-    is_fp8,
-    map_gradients,
-    trainable,
-    weight_gradients,
-    with_trainable,
-    zero_gradients,
-)
+from jaxtron.precision.fp8_weight import is_fp8, map_gradients, weight_gradients
 
 Params = dict[str, Any]
 
@@ -60,6 +59,8 @@ class GradientPlan:
         accumulate_dtype: dtype of gradient sums over microbatches.
         unroll: whether the layer loop is unrolled; copies then hold a list of layers.
         fp8: FP8 in the layers, or None.
+        sums_itself: paths (``embedding/word``) of weights whose gradients the model can add to
+            the step's sums itself (:class:`jaxtron.parallel.gradient_sum.SummedWeight`).
     """
 
     layouts: Params
@@ -69,6 +70,17 @@ class GradientPlan:
     accumulate_dtype: Any
     unroll: bool
     fp8: Fp8Plan | None = None
+    sums_itself: tuple[str, ...] = ()
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """Paths of weights whose gradients are added to the step's sums where they arise.
+
+        None where a microbatch's gradients are scattered before they are added, or sums are not
+        fp32: a word that comes hundreds of times would stop counting.
+        """
+        fp32 = self.accumulate_dtype == jnp.float32
+        return self.sums_itself if fp32 and self._scatters_at_the_end else ()
 
     @property
     def gathers_in_layer(self) -> bool:
@@ -210,15 +222,17 @@ class Sequential:
         plan = self.plan
         copies = plan.copies(params, scales)
         layouts = plan.listed_layouts(len(copies["layers"]))
-        gradient = jax.grad(
-            lambda part, microbatch, earlier: computation.objective(
-                with_trainable(copies, part), microbatch, earlier
-            ),
-            has_aux=True,
-        )
 
-        def one(microbatch: Any, earlier: Any = None) -> tuple[Params, Any]:
-            g, reports = gradient(trainable(copies), microbatch, earlier)
+        def one(microbatch: Any, earlier: Any = None, total: Any = None) -> tuple[Params, Any]:
+            """Gradients and reports; of weights that carry a sum out of ``total``, the sum."""
+            weights = copies if total is None else with_sums(copies, total, plan.summed)
+            gradient = jax.grad(
+                lambda part: computation.objective(
+                    with_trainable(weights, part), microbatch, earlier
+                ),
+                has_aux=True,
+            )
+            g, reports = gradient(trainable(weights))
             return plan.after_microbatch(g, layouts), reports
 
         first = jax.tree.map(lambda a: a[0], microbatches)
@@ -233,11 +247,12 @@ class Sequential:
 
             def body(total: Any, microbatch: Any) -> Any:
                 earlier = total[1][1] if computation.looks_back else None
-                return accumulate(total, one(microbatch, earlier))
+                g, reports = one(microbatch, earlier, total[0])
+                return accumulate(total[0], g, plan.summed), accumulate(total[1], reports)
 
             def turn(total: Any, several: Any) -> Any:
                 each = _split(several)
-                if computation.looks_back:
+                if computation.looks_back or len(each) == 1:
                     return functools.reduce(body, each, total)
                 return functools.reduce(accumulate, side_by_side(one, each), total)
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 Backend = Literal["xla", "te"]
 
@@ -115,22 +114,6 @@ def is_fp8_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Fp8Gradient)
 
 
-def trainable(copies: Any) -> Any:
-    """What to differentiate ``copies`` by: each FP8 weight's :class:`Fp8Gradient`, others as is."""
-    return jax.tree.map(lambda w: w.gradient if is_fp8(w) else w, copies, is_leaf=is_fp8)
-
-
-def with_trainable(copies: Any, part: Any) -> Any:
-    """``copies`` with :func:`trainable` replaced by ``part``."""
-
-    def put(w: Any, t: Any) -> Any:
-        if not is_fp8(w):
-            return t
-        return Fp8Weight(w.values, w.transposed, w.scale, w.scales, t, w.site)
-
-    return jax.tree.map(put, copies, part, is_leaf=is_fp8)
-
-
 def map_gradients(f: Callable[..., jax.Array], grads: Any, *others: Any) -> Any:
     """``f`` of every gradient of a weight, whether the weight is in FP8 or not.
 
@@ -141,30 +124,6 @@ def map_gradients(f: Callable[..., jax.Array], grads: Any, *others: Any) -> Any:
         return Fp8Gradient(f(g.weight, *rest), g.amax) if is_fp8_gradient(g) else f(g, *rest)
 
     return jax.tree.map(apply, grads, *others, is_leaf=is_fp8_gradient)
-
-
-def accumulate(total: Any, grads: Any) -> Any:
-    """Sum of microbatches' gradients in the dtype of ``total``; maximum of what was measured."""
-
-    def add(t: Any, g: Any) -> Any:
-        if not is_fp8_gradient(t):
-            return t + g.astype(t.dtype)
-        amax = None if t.amax is None else jnp.maximum(t.amax, g.amax)
-        return Fp8Gradient(t.weight + g.weight.astype(t.weight.dtype), amax)
-
-    return jax.tree.map(add, total, grads, is_leaf=is_fp8_gradient)
-
-
-def zero_gradients(shapes: Any, dtype: Any) -> Any:
-    """Where :func:`accumulate` starts: gradients in ``dtype``, what was measured in fp32."""
-
-    def zero(shape: Any) -> Any:
-        if not is_fp8_gradient(shape):
-            return jnp.zeros(shape.shape, dtype)
-        amax = None if shape.amax is None else jnp.zeros(shape.amax.shape, jnp.float32)
-        return Fp8Gradient(jnp.zeros(shape.weight.shape, dtype), amax)
-
-    return jax.tree.map(zero, shapes, is_leaf=is_fp8_gradient)
 
 
 def weight_gradients(grads: Any) -> Any:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtron.parallel.gradient_sum import accumulate
 from jaxtron.precision.fp8_delayed import DelayedScaling
-from jaxtron.precision.fp8_weight import Fp8Gradient, accumulate
+from jaxtron.precision.fp8_weight import Fp8Gradient
 from jaxtron.precision.quantise import E4M3, E5M2
 from jaxtron.program import Program
 from tests.parity.harness import (

@@ -4,7 +4,7 @@ See :mod:`jaxtron.parallel.pipeline.executor`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtron.parallel.computation import Computation
+from jaxtron.parallel.gradient_sum import (
+    accumulate,
+    trainable,
+    with_sums,
+    with_trainable,
+    zero_gradients,
+)
 from jaxtron.parallel.microbatches import GradientPlan, Params
 from jaxtron.parallel.pipeline.layout import Placement
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
@@ -24,14 +31,7 @@ from jaxtron.parallel.pipeline.table import (
     tick_table,
 )
 from jaxtron.precision.fp8_delayed import Scales
-from jaxtron.precision.fp8_weight import (
-    Fp8Gradient,
-    accumulate,
-    is_fp8_gradient,
-    trainable,
-    with_trainable,
-    zero_gradients,
-)
+from jaxtron.precision.fp8_weight import Fp8Gradient, is_fp8_gradient
 
 AXIS = "pipeline"
 
@@ -246,8 +246,9 @@ class Step:
             embed, lookup = self.computation.embed, self.computation.lookup
             return embed(rest, side, word), lookup(rest, side)
 
-        (g_rest,) = jax.vjp(both, self.rest)[1]((at_embedding, word_g))
-        return self._accumulate(total, g_rest, self.rest_layouts)
+        function, trained, summed = self._with_sums(both, total, "embedding")
+        (g_rest,) = jax.vjp(function, trained)[1]((at_embedding, word_g))
+        return self._accumulate(total, g_rest, self.rest_layouts, summed)
 
     def _last_embedding_gradient(self, carry: Carry) -> Carry:
         """That of the microbatch that leaves in the last tick, after it."""
@@ -350,9 +351,10 @@ class Step:
             if not self.training:
                 report = objective(self.rest, x)[1]
                 return jax.tree.map(jnp.add, carry.head_report, report), (), None
-            value, vjp, report = jax.vjp(objective, self.rest, x, has_aux=True)
+            function, trained, summed = self._with_sums(objective, carry.rest, "output")
+            value, vjp, report = jax.vjp(function, trained, x, has_aux=True)
             g_rest, g_x = vjp(jnp.ones_like(value))
-            rest = self._accumulate(carry.rest, g_rest, self.rest_layouts)
+            rest = self._accumulate(carry.rest, g_rest, self.rest_layouts, summed)
             rest = rest if also is None else also(rest)
             g = lax.psum(g_x, AXIS)
             return jax.tree.map(jnp.add, carry.head_report, report), rest, g
@@ -411,8 +413,24 @@ class Step:
         listed = isinstance(self.layouts, list)
         return self.layouts[start : start + count] if listed else self.layouts
 
-    def _accumulate(self, total: Any, g: Any, layouts: Any) -> Any:
-        return accumulate(total, self.plan.after_microbatch(g, layouts))
+    def _with_sums(
+        self, function: Callable[..., Any], total: Any, part: str
+    ) -> tuple[Callable[..., Any], Any, list[str]]:
+        """``function`` of the parts other than layers, as one of what it is differentiated by.
+
+        That comes next, and the paths of the weights of ``part`` whose gradients are sums out of
+        ``total``. Only ``part``'s, which ``function`` uses: what it does not use has gradient zero.
+        """
+        summed = [path for path in self.plan.summed if path.startswith(f"{part}/")]
+        rest = with_sums(self.rest, total, summed)
+
+        def of_trained(trained: Any, *arguments: Any) -> Any:
+            return function(with_trainable(rest, trained), *arguments)
+
+        return of_trained, trainable(rest), summed
+
+    def _accumulate(self, total: Any, g: Any, layouts: Any, summed: Sequence[str] = ()) -> Any:
+        return accumulate(total, self.plan.after_microbatch(g, layouts), summed)
 
 
 def _often(share: float, needed: jax.Array, run: Callable[[], Any], otherwise: Any) -> Any:
