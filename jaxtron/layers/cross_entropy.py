@@ -62,10 +62,9 @@ class CrossEntropy:
             the z-loss; both divided by the devices that share a token, so that they add up.
             Only the first has a derivative.
         """
-        total = None
-        if isinstance(weight, SummedWeight):
-            weight, total = weight.weight, weight.total
-        return _cross_entropy(x, weight, total, labels, token_weights, self)
+        if not isinstance(weight, SummedWeight):
+            return _cross_entropy(x, weight, None, labels, token_weights, self)
+        return _cross_entropy(x, weight.weight, weight.total, labels, token_weights, self)
 
     def chunk(self, tokens: int, rows: int) -> int:
         """Tokens per chunk for ``rows`` local vocabulary rows."""
@@ -90,6 +89,23 @@ def _chunks(tokens: int, chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...
     return tuple(cut(a) for a in arrays)
 
 
+def _peak_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of every row of ``[t, v]`` its maximum and the sum of ``exp(logit - maximum)``, in one pass.
+
+    Milakov and Gimelshein 2018, arXiv:1805.02867. A row of ``-inf`` has the lowest fp32 number as
+    maximum.
+    """
+
+    def join(a: Any, b: Any) -> Any:
+        less = jnp.exp(-jnp.abs(a[0] - b[0]))  # of the lower of the two
+        total = jnp.where(a[0] > b[0], a[1] + b[1] * less, a[1] * less + b[1])
+        return jnp.maximum(a[0], b[0]), total
+
+    lowest = jnp.finfo(jnp.float32).min
+    peak, total = lax.reduce((logits, jnp.ones_like(logits)), (lowest, 0.0), join, (1,))
+    return peak, total
+
+
 def _chunk_loss(
     ce: CrossEntropy, x: jax.Array, weight: jax.Array, labels: jax.Array, token_weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, Any]:
@@ -105,8 +121,9 @@ def _chunk_loss(
     first = region.vocab_start(rows)
     column = first + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     logits = jnp.where(column < ce.vocab_size, logits, -jnp.inf)
-    peak = region.max(jnp.max(logits, axis=-1), VOCAB_AXES)
-    total = region.sum(jnp.sum(jnp.exp(logits - peak[:, None]), axis=-1), VOCAB_AXES)
+    own_peak, own_total = _peak_and_total(logits)
+    peak = region.max(own_peak, VOCAB_AXES)
+    total = region.sum(own_total * jnp.exp(own_peak - peak), VOCAB_AXES)
     log_z = jnp.log(total) + peak
     hit = column == labels[:, None]
     target = region.sum(jnp.sum(jnp.where(hit, logits, 0), axis=-1), VOCAB_AXES)

@@ -12,14 +12,15 @@ from jaxtron.parallel.gradient_sum import SummedWeight
 from jaxtron.parallel.region import Region
 
 
-@jax.custom_vjp
-def rows_of(weight: jax.Array, index: jax.Array) -> jax.Array:
+def rows_of(weight: jax.Array | SummedWeight, index: jax.Array) -> jax.Array:
     """Rows ``[..., h]`` of ``weight [rows, h]``; zeros where ``index`` lies outside.
 
     The gradient is summed in fp32: in bf16 a token that comes hundreds of times in a microbatch
     would stop counting.
     """
-    return weight.at[_inside(index, len(weight))].get(mode="fill", fill_value=0)
+    if isinstance(weight, SummedWeight):
+        return _rows_of_summed(weight.weight, weight.total, index)
+    return _rows_of(weight, index)
 
 
 def _inside(index: jax.Array, rows: int) -> jax.Array:
@@ -27,9 +28,19 @@ def _inside(index: jax.Array, rows: int) -> jax.Array:
     return jnp.where(index < 0, rows, index)
 
 
+def _add_rows(total: jax.Array, index: jax.Array, g: jax.Array) -> jax.Array:
+    """``total`` with the gradients ``g`` of its rows ``index`` added."""
+    return total.at[_inside(index, len(total))].add(g.astype(jnp.float32), mode="drop")
+
+
+@jax.custom_vjp
+def _rows_of(weight: jax.Array, index: jax.Array) -> jax.Array:
+    return weight.at[_inside(index, len(weight))].get(mode="fill", fill_value=0)
+
+
 def _rows_forward(weight: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
     # an empty slice carries the weight's shape and dtype
-    return rows_of(weight, index), (index, weight[:, :0])
+    return _rows_of(weight, index), (index, weight[:, :0])
 
 
 def _rows_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, None]:
@@ -38,26 +49,21 @@ def _rows_backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, None]:
     return _add_rows(total, index, g).astype(empty.dtype), None
 
 
-def _add_rows(total: jax.Array, index: jax.Array, g: jax.Array) -> jax.Array:
-    """``total`` with the gradients ``g`` of its rows ``index`` added."""
-    return total.at[_inside(index, len(total))].add(g.astype(jnp.float32), mode="drop")
-
-
-rows_of.defvjp(_rows_forward, _rows_backward)
+_rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 @jax.custom_vjp
 def _rows_of_summed(weight: jax.Array, total: jax.Array, index: jax.Array) -> jax.Array:
-    """:func:`rows_of`; the cotangent of ``total`` is it with the gradient added."""
-    return rows_of(weight, index)
+    return _rows_of(weight, index)
 
 
 def _summed_forward(weight: jax.Array, total: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
-    return rows_of(weight, index), (total, index)
+    return _rows_of(weight, index), (total, index)
 
 
 def _summed_backward(residuals: Any, g: jax.Array) -> tuple[None, jax.Array, None]:
-    return None, _add_rows(*residuals, g), None
+    total, index = residuals
+    return None, _add_rows(total, index, g), None
 
 
 _rows_of_summed.defvjp(_summed_forward, _summed_backward)
@@ -93,12 +99,7 @@ class Embedding(nnx.Module):
             region: the manual region.
         """
         word = self.word.get_value()
-        index = tokens - region.vocab_start(word.shape[0])
-        if isinstance(word, SummedWeight):
-            x = _rows_of_summed(word.weight, word.total, index)
-        else:
-            x = rows_of(word, index)
-        return region.reduce_sequence(x)
+        return region.reduce_sequence(rows_of(word, tokens - region.vocab_start(word.shape[0])))
 
     def __call__(self, x: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
         """Residual stream from the summed word embeddings ``x [b, s/tensor, h]``.

@@ -95,16 +95,15 @@ def accumulate(total: Any, grads: Any, summed: Sequence[str] = ()) -> Any:
     At the paths ``summed`` the gradients are the sums already (:func:`with_sums`).
     """
 
-    def add(t: Any, g: Any) -> Any:
+    def add(path: Any, t: Any, g: Any) -> Any:
+        if jax.tree_util.keystr(path, simple=True, separator="/") in summed:
+            return g
         if not is_fp8_gradient(t):
             return t + g.astype(t.dtype)
         amax = None if t.amax is None else jnp.maximum(t.amax, g.amax)
         return Fp8Gradient(t.weight + g.weight.astype(t.weight.dtype), amax)
 
-    sums = jax.tree.map(add, total, grads, is_leaf=is_fp8_gradient)
-    for path in summed:
-        sums = _put(sums, path, _get(grads, path))
-    return sums
+    return jax.tree.map_with_path(add, total, grads, is_leaf=is_fp8_gradient)
 
 
 def zero_gradients(shapes: Any, dtype: Any) -> Any:

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtron.layers.cross_entropy import CrossEntropy
+from jaxtron.layers.cross_entropy import CrossEntropy, _peak_and_total
 from jaxtron.mesh.axes import AXES
+from jaxtron.parallel.gradient_sum import SummedWeight
 from jaxtron.parallel.region import Region
 
 REGION = Region(dict.fromkeys(AXES, 1), sequence_parallel=False)
@@ -59,6 +60,35 @@ def test_gradients_are_the_slopes_of_the_loss(arrays: tuple[np.ndarray, ...], z:
 
         slope = (shifted(1) - shifted(-1)) / (2 * eps)
         np.testing.assert_allclose(np.sum(gradient * direction), slope, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [4, 13])
+def test_a_weight_with_a_sum_gets_the_sum_with_its_gradient_added(
+    arrays: tuple[np.ndarray, ...], chunk: int
+) -> None:
+    x, weight, labels, token_weights = arrays
+    ce = CrossEntropy(REGION, VOCAB, z_loss_coeff=0.01, chunk_tokens=chunk)
+    gx, gw = jax.grad(lambda x, w: ce(x, w, labels, token_weights)[0], (0, 1))(x, weight)
+    total = np.random.default_rng(2).normal(size=weight.shape).astype(np.float32)
+    gx_summed, after = jax.grad(
+        lambda x, t: ce(x, SummedWeight(jnp.asarray(weight), t), labels, token_weights)[0], (0, 1)
+    )(x, total)
+    np.testing.assert_allclose(after, total + gw, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(gx_summed, gx)
+
+
+def test_maximum_and_sum_in_one_pass() -> None:
+    logits = np.random.default_rng(0).normal(size=(6, 301)).astype(np.float32) * 20
+    logits[1, 7:] = -np.inf
+    logits[2] = -np.inf
+    logits[3, 5], logits[4, 6] = np.nan, np.inf
+    peak, total = jax.jit(_peak_and_total)(logits)
+    finite = logits[[0, 1, 5]]
+    np.testing.assert_array_equal(peak[np.array([0, 1, 5])], finite.max(1))
+    expected = np.exp(finite.astype(np.float64) - finite.max(1, keepdims=True)).sum(1)
+    np.testing.assert_allclose(total[np.array([0, 1, 5])], expected, rtol=1e-6)
+    assert peak[2] == np.finfo(np.float32).min and total[2] == 0
+    assert np.isnan(total[3]) and np.isposinf(peak[4])
 
 
 def test_padding_rows_of_the_vocabulary_have_no_gradient(arrays: tuple[np.ndarray, ...]) -> None:

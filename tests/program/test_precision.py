@@ -74,7 +74,9 @@ def test_gradients_are_accumulated_in_fp32() -> None:
         expected = jax.tree_util.tree_leaves_with_path(gradients_of_equal_microbatches(level, 2))
         actual = jax.tree.leaves(gradients_of_equal_microbatches(level, 64))
         for (path, one), many in zip(expected, actual, strict=True):
-            if one.ndim > 2 or path[0].key in ("embedding", "output"):  # bf16 copies
+            # under `optim` embedding and output layer add to the sum what was never rounded to bf16
+            rounded = ("embedding", "output") if level == "optim_grads_params" else ()
+            if one.ndim > 2 or path[0].key in rounded:  # gradients of bf16 copies
                 np.testing.assert_array_equal(many, one, err_msg=jax.tree_util.keystr(path))
             else:
                 np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-8)

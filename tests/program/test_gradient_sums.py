@@ -1,0 +1,60 @@
+"""Embedding and output layer add their gradients to the step's sums themselves where they can."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from jaxtron.program import Program
+from tests.parity.harness import make_batch, make_config, rows_of
+from tests.program.forward import random_params
+
+BOTH = ("embedding/word", "output/weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "summed"),
+    [
+        ({}, BOTH),
+        ({"parallel": {"fsdp": 2, "data_sharding": "optim"}}, BOTH),
+        ({"parallel": {"fsdp": 2, "data_sharding": "optim_grads"}}, ()),
+        ({"parallel": {"fsdp": 2, "data_sharding": "optim_grads_params"}}, ()),
+        ({"model": {"untie_embeddings_and_output_weights": False}}, ()),
+        ({"model": {"mtp_num_layers": 1}}, ()),
+        ({"precision": {"grads": "bf16"}}, ()),
+    ],
+)
+def test_which_gradients_are_sums(changes: dict[str, Any], summed: tuple[str, ...]) -> None:
+    config = make_config(**changes)
+    sizes = [getattr(config.parallel, axis) for axis in ("data", "fsdp")]
+    program = Program(config, jax.devices()[: max(1, *[n or 1 for n in sizes])])
+    assert program.plan.summed == summed
+
+
+def additions(jaxpr: Any, shape: tuple[int, ...]) -> int:
+    """Additions of two whole arrays of ``shape`` in a program."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                count += additions(inner, shape) if hasattr(inner, "eqns") else 0
+        whole = [getattr(v.aval, "shape", None) == shape for v in eqn.invars]
+        count += eqn.primitive.name in ("add", "add_any") and all(whole)
+    return count
+
+
+@pytest.mark.parametrize(("tied", "expected"), [(False, 1), (True, 3)])
+def test_no_microbatch_adds_a_gradient_of_the_whole_vocabulary(tied: bool, expected: int) -> None:
+    """But the output layer, a chunk of tokens to the sum, which XLA does within the GEMM.
+
+    Tied, there are two more: of the two uses, and of that with the sum.
+    """
+    config = make_config(
+        model={"untie_embeddings_and_output_weights": not tied},
+        train={"num_microbatches": 4},
+    )
+    program = Program(config, jax.devices()[:1])
+    batch = rows_of(program, make_batch(config))
+    traced = jax.make_jaxpr(program.loss_and_gradients)(random_params(program), batch)
+    assert additions(traced.jaxpr, (104, 64)) == expected
