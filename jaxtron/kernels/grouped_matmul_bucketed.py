@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
 
 BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Group sizes relative to balanced loads."""
@@ -28,6 +28,7 @@ class BucketedGroupedMatmul:
     strided = False
     row_tile = 1
     fp8: Fp8GroupedMatmul | None = None
+    row_kernels: RowKernels | None = None
 
     def __init__(self, sizes: tuple[int, ...] = ()) -> None:
         self.sizes = sizes

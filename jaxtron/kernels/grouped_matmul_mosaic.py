@@ -1,5 +1,6 @@
 """Grouped matrix products with kernels for Hopper, whose work follows the routing."""
 
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from jaxtron.kernels.grouped_matmul_hopper import (
     rows_times_rows,
     rows_times_weights,
 )
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
+from jaxtron.kernels.rows_hopper import ACTIVATIONS, gated_rows, gated_rows_gradient, placed_rows
 
 
 class MosaicFp8GroupedMatmul:
@@ -33,6 +35,28 @@ class MosaicFp8GroupedMatmul:
         return hopper_fp8.rows_times_rows(a, b, sizes, scale, blocks=multiprocessors())
 
 
+class MosaicRowKernels:
+    """See :class:`jaxtron.kernels.grouped_matmul_spec.RowKernels`; bf16, aligned to 128."""
+
+    activations = frozenset(ACTIVATIONS)
+
+    def gated(self, u: jax.Array, sizes: jax.Array, activation: str) -> jax.Array:
+        """See :class:`RowKernels`."""
+        return _gated(activation, u, sizes)
+
+    def place(
+        self,
+        x: jax.Array,
+        source: jax.Array,
+        sizes: jax.Array,
+        topk: int,
+        weights: jax.Array | None = None,
+    ) -> jax.Array:
+        """See :class:`RowKernels`."""
+        flat = None if weights is None else weights.reshape(-1)
+        return placed_rows(x, source, sizes, flat, topk=topk, blocks=multiprocessors())
+
+
 class MosaicGroupedMatmul:
     """Pallas kernels (Mosaic GPU) for H100 and H200."""
 
@@ -40,6 +64,7 @@ class MosaicGroupedMatmul:
     strided = False
     row_tile = ROW_TILE
     fp8: Fp8GroupedMatmul | None = MosaicFp8GroupedMatmul()
+    row_kernels: RowKernels | None = MosaicRowKernels()
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """bf16 in whole tiles on compute capability 9.0."""
@@ -81,3 +106,21 @@ def _backward(residuals: Any, g: jax.Array) -> Any:
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(activation: str, u: jax.Array, sizes: jax.Array) -> jax.Array:
+    return gated_rows(u, sizes, activation=activation, blocks=multiprocessors())
+
+
+def _gated_forward(activation: str, u: jax.Array, sizes: jax.Array) -> Any:
+    return _gated(activation, u, sizes), (u, sizes)
+
+
+def _gated_backward(activation: str, residuals: Any, g: jax.Array) -> Any:
+    u, sizes = residuals
+    d_u = gated_rows_gradient(u, g, sizes, activation=activation, blocks=multiprocessors())
+    return d_u, None
+
+
+_gated.defvjp(_gated_forward, _gated_backward)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
 
 
 class PaddedGroupedMatmul:
@@ -16,6 +16,7 @@ class PaddedGroupedMatmul:
     strided = True
     row_tile = 1
     fp8: Fp8GroupedMatmul | None = None
+    row_kernels: RowKernels | None = None
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """Anything with a limit on the rows of an expert."""

@@ -63,6 +63,37 @@ class Fp8GroupedMatmul(Protocol):
         """
 
 
+class RowKernels(Protocol):
+    """Work on rows other than products, in tiles in use only; tiles behind may hold anything.
+
+    Attributes:
+        activations: the gated ones (``model.activation``) that there are kernels for.
+    """
+
+    activations: frozenset[str]
+
+    def gated(self, u: jax.Array, sizes: jax.Array, activation: str) -> jax.Array:
+        """``act(gate) * up`` of ``u [M, 2, F]``: ``[M, F]``."""
+
+    def place(
+        self,
+        x: jax.Array,
+        source: jax.Array,
+        sizes: jax.Array,
+        topk: int,
+        weights: jax.Array | None = None,
+    ) -> jax.Array:
+        """``out[m] = x[source[m] // topk] (* weights.flat[source[m]])``; not differentiated.
+
+        Args:
+            x: ``[N, h]``.
+            source: int32 ``[M]``; ``N topk`` for an unfilled slot, which becomes zero.
+            sizes: int32 ``[groups]``.
+            topk: entries of a row of ``x``.
+            weights: fp32 ``[N, topk]``, or None.
+        """
+
+
 class GroupedMatmul(Protocol):
     """A kernel for ``out[m] = rows[m] @ weights[group of m]``.
 
@@ -73,12 +104,14 @@ class GroupedMatmul(Protocol):
         row_tile: groups that follow each other begin at multiples of this; slots between them are
             zero.
         fp8: products of FP8 operands, or None.
+        row_kernels: what else is done with rows, or None: XLA does it with all of the buffer.
     """
 
     name: str
     strided: bool
     row_tile: int
     fp8: Fp8GroupedMatmul | None
+    row_kernels: RowKernels | None
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """None if the kernel computes ``spec`` well on ``platform``, else the reason why not."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec
+from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
 
 
 class XlaFp8GroupedMatmul:
@@ -40,6 +40,7 @@ class XlaGroupedMatmul:
     strided = False
     row_tile = 1
     fp8: Fp8GroupedMatmul | None = XlaFp8GroupedMatmul()
+    row_kernels: RowKernels | None = None
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         """Everything, except on GPUs."""

@@ -48,6 +48,7 @@ class Tiled:
     name = "xla"
     strided = False
     row_tile = TILE
+    row_kernels = None
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         return None

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtron.kernels.grouped_matmul_spec import RowKernels
 from jaxtron.layers.moe.permute import combine_rows, group_by_expert, place_rows
 from jaxtron.parallel.region import Region
 
@@ -35,6 +36,7 @@ class DispatchPlan:
             their number (dropless).
         strided: give every expert the same number of slots (needs ``most``).
         tile: otherwise experts begin at slots that are multiples of this.
+        kernels: move rows to and from the slots, or None.
     """
 
     region: Region
@@ -43,6 +45,7 @@ class DispatchPlan:
     most: int | None
     strided: bool
     tile: int = 1
+    kernels: RowKernels | None = None
 
     @property
     def group(self) -> int:
@@ -92,7 +95,8 @@ def dispatch_local(
     """Every device has all experts."""
     slots, stride = plan.slots(*experts.shape)
     permutation, sizes = group_by_expert(experts, plan.num_experts, slots, stride, plan.tile)
-    return combine_rows(run(place_rows(x, permutation), sizes), weights, permutation)
+    out = run(place_rows(x, permutation, plan.kernels), sizes)
+    return combine_rows(out, weights, permutation, plan.kernels)
 
 
 def own_experts(experts: jax.Array, plan: DispatchPlan) -> jax.Array:

@@ -22,5 +22,6 @@ def dispatch_allgather(
     slots, stride = plan.slots(tokens, topk)
     own = own_experts(experts, plan)
     permutation, sizes = group_by_expert(own, plan.local_experts, slots, stride, plan.tile)
-    y = combine_rows(run(place_rows(x, permutation), sizes), weights, permutation)
+    out = run(place_rows(x, permutation, plan.kernels), sizes)
+    y = combine_rows(out, weights, permutation, plan.kernels)
     return lax.psum_scatter(y, plan.axes, scatter_dimension=0, tiled=True)

@@ -35,8 +35,8 @@ def dispatch_alltoall(
     arrived, sizes = group_by_expert(
         number.reshape(-1, 1).astype(jnp.int32), plan.local_experts, slots, stride, plan.tile
     )
-    out = run(place_rows(sent, arrived), sizes)
-    back = _exchange(collect_rows(out, arrived), plan)
+    out = run(place_rows(sent, arrived, plan.kernels), sizes)
+    back = _exchange(collect_rows(out, arrived, plan.kernels), plan)
     return combine_rows(back, weights, outgoing)
 
 

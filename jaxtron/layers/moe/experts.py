@@ -72,8 +72,17 @@ class Experts(nnx.Module):
         up = self.up.get_value()
         u = _multiply(rows, up, sizes, grouped_matmul)
         u = checkpoint_name(u, "mlp_up").reshape(rows.shape[0], *up.shape[2:])
-        u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
+        u = checkpoint_name(_activated(u, sizes, self.config, grouped_matmul), "mlp_act")
         return _multiply(u, self.down.get_value(), sizes, grouped_matmul)
+
+
+def _activated(
+    u: jax.Array, sizes: jax.Array, config: ModelConfig, kernel: GroupedMatmul
+) -> jax.Array:
+    rows = kernel.row_kernels
+    if rows is not None and config.gated and config.activation in rows.activations:
+        return rows.gated(u, sizes, config.activation)
+    return activate(u, config.activation)
 
 
 def _multiply(

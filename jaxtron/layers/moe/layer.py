@@ -150,7 +150,13 @@ class MoE(nnx.Module):
             moe.platform,
         )
         plan = DispatchPlan(
-            tokens.region, axes, config.num_experts, most, kernel.strided, kernel.row_tile
+            tokens.region,
+            axes,
+            config.num_experts,
+            most,
+            kernel.strided,
+            kernel.row_tile,
+            kernel.row_kernels,
         )
         dispatch = DISPATCHERS[config.moe_token_dispatcher_type] if axes else dispatch_local
 

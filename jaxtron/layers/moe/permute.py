@@ -3,20 +3,28 @@
 A permutation places some of N x k entries (entry ``n k + j`` is choice j of token n) on M slots.
 ``source [M]`` is the entry of a slot (N k: none) and ``slots [N, k]`` the slot of an entry (M:
 none), so that a gather's transpose is a gather too, and no sum depends on an order of execution.
+Slots in tiles behind the last group may hold anything where kernels are given that leave them so.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtron.kernels.grouped_matmul_spec import RowKernels
+
 
 class Permutation(NamedTuple):
-    """Where entries go: int32 ``source [M]`` and ``slots [N, k]``."""
+    """Where entries go: int32 ``source [M]`` and ``slots [N, k]``.
+
+    ``sizes [groups]``: filled slots of each group, where groups follow each other in whole tiles.
+    """
 
     source: jax.Array
     slots: jax.Array
+    sizes: jax.Array | None = None
 
 
 def inverse_slots(order: jax.Array) -> jax.Array:
@@ -60,7 +68,8 @@ def group_by_expert(
     entry_slot = place + shift.at[flat].get(mode="clip")
     placed = jnp.where(flat < num_experts, entry_slot, slots)
     # Computed once: XLA would work it out again for every element that it moves.
-    return lax.optimization_barrier((Permutation(source, placed.reshape(experts.shape)), sizes))
+    slots_of = placed.reshape(experts.shape)
+    return lax.optimization_barrier((Permutation(source, slots_of, sizes), sizes))
 
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -76,52 +85,74 @@ def _gather_sum(x: jax.Array, slots: jax.Array) -> jax.Array:
     return lax.optimization_barrier(summed)  # as in combine_rows
 
 
-@jax.custom_vjp
-def place_rows(x: jax.Array, permutation: Permutation) -> jax.Array:
+def _place(
+    x: jax.Array,
+    permutation: Permutation,
+    kernels: RowKernels | None,
+    weights: jax.Array | None = None,
+) -> jax.Array:
+    """Rows of ``x [N, h]`` on the slots, times the entries' ``weights [N, k]``: ``[M, h]``."""
+    source, topk = permutation.source, permutation.slots.shape[1]
+    if kernels is not None and permutation.sizes is not None:
+        return kernels.place(x, source, permutation.sizes, topk, weights)
+    if weights is None:
+        return _rows(x, source // topk)
+    weight = weights.reshape(-1).at[source].get(mode="fill", fill_value=0)
+    return (_rows(x.astype(jnp.float32), source // topk) * weight[:, None]).astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def place_rows(
+    x: jax.Array, permutation: Permutation, kernels: RowKernels | None = None
+) -> jax.Array:
     """Rows ``[M, h]`` of ``x [N, h]`` on the slots; empty slots are zero."""
-    return _rows(x, _token(permutation))
+    return _place(x, permutation, kernels)
 
 
-def _token(permutation: Permutation) -> jax.Array:
-    return permutation.source // permutation.slots.shape[1]
+def _place_forward(x: jax.Array, permutation: Permutation, kernels: RowKernels | None) -> Any:
+    return place_rows(x, permutation, kernels), permutation
 
 
-def _place_forward(x: jax.Array, permutation: Permutation) -> Any:
-    return place_rows(x, permutation), permutation
-
-
-def _place_backward(permutation: Permutation, g: jax.Array) -> Any:
+def _place_backward(kernels: RowKernels | None, permutation: Permutation, g: jax.Array) -> Any:
     return _gather_sum(g, permutation.slots), None
 
 
 place_rows.defvjp(_place_forward, _place_backward)
 
 
-@jax.custom_vjp
-def collect_rows(rows: jax.Array, permutation: Permutation) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def collect_rows(
+    rows: jax.Array, permutation: Permutation, kernels: RowKernels | None = None
+) -> jax.Array:
     """``[N, h]``: sums over each token's slots of ``rows [M, h]``; the transpose of placing."""
     return _gather_sum(rows, permutation.slots)
 
 
-def _collect_forward(rows: jax.Array, permutation: Permutation) -> Any:
-    return collect_rows(rows, permutation), permutation
+def _collect_forward(rows: jax.Array, permutation: Permutation, kernels: RowKernels | None) -> Any:
+    return collect_rows(rows, permutation, kernels), permutation
 
 
-def _collect_backward(permutation: Permutation, g: jax.Array) -> Any:
-    return _rows(g, _token(permutation)), None
+def _collect_backward(kernels: RowKernels | None, permutation: Permutation, g: jax.Array) -> Any:
+    return _place(g, permutation, kernels), None
 
 
 collect_rows.defvjp(_collect_forward, _collect_backward)
 
 
-@jax.custom_vjp
-def combine_rows(rows: jax.Array, weights: jax.Array, permutation: Permutation) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def combine_rows(
+    rows: jax.Array,
+    weights: jax.Array,
+    permutation: Permutation,
+    kernels: RowKernels | None = None,
+) -> jax.Array:
     """Weighted sums ``y[n] = sum_j weights[n, j] rows[slots[n, j]]``, in fp32.
 
     Args:
         rows: ``[M, h]``.
         weights: fp32 ``[N, k]``.
         permutation: where the entries' rows are; an entry without a slot adds nothing.
+        kernels: compute the gradient of ``rows``, if not None.
 
     Returns:
         ``[N, h]`` in the dtype of ``rows``.
@@ -132,18 +163,19 @@ def combine_rows(rows: jax.Array, weights: jax.Array, permutation: Permutation) 
     return lax.optimization_barrier(combined)
 
 
-def _combine_forward(rows: jax.Array, weights: jax.Array, permutation: Permutation) -> Any:
-    return combine_rows(rows, weights, permutation), (rows, weights, permutation)
+def _combine_forward(
+    rows: jax.Array, weights: jax.Array, permutation: Permutation, kernels: RowKernels | None
+) -> Any:
+    combined = combine_rows(rows, weights, permutation, kernels)
+    return combined, (rows, weights, permutation)
 
 
-def _combine_backward(residuals: Any, g: jax.Array) -> Any:
+def _combine_backward(kernels: RowKernels | None, residuals: Any, g: jax.Array) -> Any:
     rows, weights, permutation = residuals
     g32 = g.astype(jnp.float32)
     each = _rows(rows, permutation.slots).astype(jnp.float32)
     d_weights = jnp.sum(each * g32[:, None, :], axis=2)
-    weight = weights.reshape(-1).at[permutation.source].get(mode="fill", fill_value=0)
-    d_rows = _rows(g32, _token(permutation)) * weight[:, None]
-    return d_rows.astype(rows.dtype), d_weights, None
+    return _place(g, permutation, kernels, weights), d_weights, None
 
 
 combine_rows.defvjp(_combine_forward, _combine_backward)
