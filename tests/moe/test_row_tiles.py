@@ -16,6 +16,7 @@ from jaxtron.kernels.grouped_matmul_hopper import (
     tile_groups,
 )
 from jaxtron.kernels.grouped_matmul_spec import GroupedMatmulSpec
+from jaxtron.layers.activation import gated, gated_gradients
 from jaxtron.layers.moe.permute import group_by_expert, place_rows
 from tests.moe.block import assert_same, model_config, run_block
 
@@ -48,7 +49,7 @@ class Tiled:
     name = "xla"
     strided = False
     row_tile = TILE
-    row_kernels = None
+    row_kernels: Any = None
 
     def supports(self, spec: GroupedMatmulSpec, platform: str) -> str | None:
         return None
@@ -75,6 +76,44 @@ class Tiled:
         return product(rows, weights)
 
 
+class TiledRows:
+    """As kernels may behave that work on tiles in use only: NaN behind them, and from there."""
+
+    activations = frozenset({"swiglu"})
+
+    @staticmethod
+    def _behind(rows: int, sizes: jax.Array) -> jax.Array:
+        return jnp.arange(rows) >= jnp.sum((sizes + TILE - 1) // TILE * TILE)
+
+    def gated(self, u: jax.Array, sizes: jax.Array, activation: str) -> jax.Array:
+        behind = self._behind(u.shape[0], sizes)
+
+        @jax.custom_vjp
+        def act(u: jax.Array) -> jax.Array:
+            return jnp.where(behind[:, None], jnp.nan, gated(u, activation))
+
+        def backward(u: jax.Array, g: jax.Array) -> Any:
+            d_u = jnp.stack(gated_gradients(u, g, activation), axis=1)
+            return (jnp.where(behind[:, None, None], jnp.nan, d_u),)
+
+        act.defvjp(lambda u: (act(u), u), backward)
+        return act(u)
+
+    def place(
+        self,
+        x: jax.Array,
+        source: jax.Array,
+        sizes: jax.Array,
+        topk: int,
+        weights: jax.Array | None = None,
+    ) -> jax.Array:
+        rows = x.at[source // topk].get(mode="fill", fill_value=0)
+        if weights is not None:
+            rows *= weights.reshape(-1).at[source].get(mode="fill", fill_value=0)[:, None]
+        return jnp.where(self._behind(source.shape[0], sizes)[:, None], jnp.nan, rows)
+
+
+@pytest.mark.parametrize("row_kernels", [None, TiledRows()], ids=["all rows", "row kernels"])
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [
@@ -86,10 +125,14 @@ class Tiled:
     ids=str,
 )
 def test_nothing_reads_behind_the_last_group(
-    mesh: dict[str, int], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    mesh: dict[str, int],
+    changes: dict[str, Any],
+    row_kernels: TiledRows | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = model_config(**changes, moe_grouped_gemm_backend="xla")
     expected = run_block(config)
+    monkeypatch.setattr(Tiled, "row_kernels", row_kernels)
     monkeypatch.setitem(GROUPED_MATMULS, "xla", Tiled())
     assert_same(run_block(config, mesh), expected)
 
