@@ -116,6 +116,8 @@ def _step_remedies(config: Config, micro_batch_size: int) -> Iterator[str]:
         yield f"take smaller microbatches than {micro_batch_size} (train.micro_batch_size)"
     if config.train.recompute != "full":
         yield "set train.recompute to full, or to a policy by activation"
+    if config.loss.chunk_tokens is None:
+        yield "compute the logits of fewer tokens at a time (loss.chunk_tokens)"
     if config.parallel.data_sharding in ("no_shard", "optim"):
         yield "set parallel.data_sharding to optim_grads"
     yield "split the model over more devices (parallel.fsdp, tensor, pipeline, context, expert)"

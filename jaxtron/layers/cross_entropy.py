@@ -18,8 +18,10 @@ from jax import lax
 from jaxtron.parallel.gradient_sum import SummedWeight
 from jaxtron.parallel.region import VOCAB_AXES, Region
 
-# fp32 logits of one chunk on one device
-CHUNK_BYTES = 512 * 2**20
+# Each chunk adds to the weight's whole gradient: fewer chunks are faster, and 4096 tokens enough.
+CHUNK_TOKENS = 4096
+# fp32 logits of one chunk on one device: of more tokens, and of CHUNK_TOKENS, at most
+SMALL_BYTES, LARGE_BYTES = 512 * 2**20, 2560 * 2**20
 CHUNK_MULTIPLE = 16
 
 
@@ -31,7 +33,8 @@ class CrossEntropy:
         region: the manual region; the vocabulary is split over ``VOCAB_AXES``.
         vocab_size: logical vocabulary; later rows of the weight are outside the softmax.
         z_loss_coeff: weight of ``log(Z)^2`` in the objective (PaLM, arXiv:2204.02311).
-        chunk_tokens: tokens per chunk; None: as many as CHUNK_BYTES holds.
+        chunk_tokens: tokens per chunk; None: 4096, or as many as SMALL_BYTES hold, or as few as
+            LARGE_BYTES do.
         logits_dtype: to which logits are rounded before the softmax, which is fp32.
     """
 
@@ -68,7 +71,9 @@ class CrossEntropy:
 
     def chunk(self, tokens: int, rows: int) -> int:
         """Tokens per chunk for ``rows`` local vocabulary rows."""
-        limit = self.chunk_tokens or max(1, CHUNK_BYTES // (4 * rows))
+        row_bytes = 4 * rows
+        limit = max(1, min(CHUNK_TOKENS, LARGE_BYTES // row_bytes), SMALL_BYTES // row_bytes)
+        limit = self.chunk_tokens or limit
         chunks = -(-tokens // limit)
         size = -(-tokens // chunks)
         if self.chunk_tokens is not None:

@@ -91,6 +91,22 @@ def test_maximum_and_sum_in_one_pass() -> None:
     assert np.isnan(total[3]) and np.isposinf(peak[4])
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "chunk"),
+    [
+        (32768, 32768, 4096),
+        (8192, 151936, 4096),  # 2.4 GiB of logits
+        (8192, 262144, 2048),  # not more than 2.5 GiB: four chunks of at most 2560 tokens
+        (32768, 8192, 16384),  # 512 MiB
+        (100, 151936, 100),
+        (5000, 32768, 2512),  # two chunks alike, a multiple of 16
+    ],
+)
+def test_tokens_of_a_chunk(tokens: int, rows: int, chunk: int) -> None:
+    assert CrossEntropy(REGION, VOCAB).chunk(tokens, rows) == chunk
+    assert CrossEntropy(REGION, VOCAB, chunk_tokens=7).chunk(14, rows) == 7
+
+
 def test_padding_rows_of_the_vocabulary_have_no_gradient(arrays: tuple[np.ndarray, ...]) -> None:
     x, weight, labels, token_weights = arrays
     ce = CrossEntropy(REGION, VOCAB)
