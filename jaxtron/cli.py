@@ -91,6 +91,18 @@ def parse_with_overrides(
     return args
 
 
+def at_least(smallest: int, kind: type[float] = int) -> Callable[[str], float]:
+    """A command-line argument's type: a number of some kind that is not below ``smallest``."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not value >= smallest:  # also NaN
+            raise argparse.ArgumentTypeError(f"it is {text}: give {smallest} or more")
+        return value
+
+    return number
+
+
 def _verb_main(verb: str) -> Callable[[list[str] | None], int]:
     name = f"jaxtron.{verb}"
     spec = importlib.util.find_spec(name)

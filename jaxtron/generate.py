@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxtron.checkpoint.checkpointer import Checkpointer
-from jaxtron.cli import parse_with_overrides, run
+from jaxtron.cli import at_least, parse_with_overrides, run
 from jaxtron.config.config import Config
 from jaxtron.config.load import load_config
 from jaxtron.config.validate import validate_for_training
@@ -152,10 +152,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--prompt", required=True, action="append", help="text to continue; may be given again"
     )
-    parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token")
-    parser.add_argument("--top-k", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-tokens", type=at_least(0), default=100)
+    parser.add_argument(
+        "--temperature", type=at_least(0, float), default=0.8, help="0: the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=at_least(1), default=40, help="sample among this many likeliest tokens"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="values over those of the file"
     )

@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ from jaxtron.bench.matrix import __doc__ as matrix_help
 from jaxtron.bench.matrix import read_matrix, run_matrix, table
 from jaxtron.bench.step import DocumentLengths, time_step
 from jaxtron.bench.timeline import measured_timeline
-from jaxtron.cli import parse_with_overrides, run
+from jaxtron.cli import at_least, parse_with_overrides, run
 from jaxtron.config.load import load_config
 from jaxtron.config.validate import validate
 from jaxtron.errors import ConfigError
@@ -58,11 +57,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         sub.add_argument("--config", metavar="FILE", help="YAML file or preset")
         sub.add_argument("--name", default="step", help="name of the case in the output")
-        sub.add_argument("--steps", type=_at_least(1), default=5, help="timed steps")
-        sub.add_argument("--warmup", type=_at_least(0), default=2, help="steps before, not counted")
+        sub.add_argument("--steps", type=at_least(1), default=5, help="timed steps")
+        sub.add_argument("--warmup", type=at_least(0), default=2, help="steps before, not counted")
         sub.add_argument(
             "--documents",
-            type=float,
+            type=at_least(0, float),
             nargs=2,
             metavar=("MEDIAN", "SIGMA"),
             help="rows of documents of log-normal length, cut at data.seq_length",
@@ -72,10 +71,10 @@ def main(argv: list[str] | None = None) -> int:
         if verb == "profile":
             sub.add_argument("--trace", type=Path, help="keep the trace in this folder")
             sub.add_argument(
-                "--traced-steps", type=_at_least(1), default=2, help="steps in the trace"
+                "--traced-steps", type=at_least(1), default=2, help="steps in the trace"
             )
             sub.add_argument(
-                "--top", type=_at_least(0), default=0, help="also list the longest kernels"
+                "--top", type=at_least(0), default=0, help="also list the longest kernels"
             )
             sub.add_argument("--read", type=Path, help="break down this trace instead of a run")
             sub.add_argument(
@@ -174,6 +173,11 @@ def _time(args: argparse.Namespace, trace: Path | None) -> bool:
             "documents are is not said: give --documents MEDIAN SIGMA"
         )
     launch(config.runtime)
+    if trace is not None and jax.default_backend() != "gpu":
+        raise ConfigError(
+            f"profile breaks down the time of a GPU, but the devices are {jax.default_backend()}: "
+            "run it on GPUs, give --read with the trace of such a run, or time steps with `step`"
+        )
     result = time_step(
         config,
         name=args.name,
@@ -193,17 +197,6 @@ def _time(args: argparse.Namespace, trace: Path | None) -> bool:
                 file.write(result.to_json() + "\n")
     shutdown()
     return first
-
-
-def _at_least(smallest: int) -> Callable[[str], int]:
-    """A command-line argument's type: an integer that is not too small."""
-
-    def number(text: str) -> int:
-        if int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"it is {text}: give {smallest} or more")
-        return int(text)
-
-    return number
 
 
 def _check_folder(file: Path | None, option: str) -> None:

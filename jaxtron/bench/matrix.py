@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
+from jaxtron.config.yaml_io import parse_yaml
 from jaxtron.errors import ConfigError
+from jaxtron.nearest import nearest
 
 
 class _Part(BaseModel):
@@ -74,20 +76,30 @@ def read_matrix(path: Path) -> Matrix:
         ConfigError: it is missing, no YAML, or says something unknown, with the place.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = parse_yaml(path.read_text(encoding="utf-8"), str(path))
         matrix = Matrix.model_validate(raw)
     except OSError as error:
         raise ConfigError(f"cannot read the benchmark matrix {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {error}") from error
     except ValidationError as error:
-        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ConfigError(f"{path}: " + "; ".join(problems)) from error
+        raise ConfigError(f"{path}: " + "; ".join(map(_problem, error.errors()))) from error
     names = [case.name for case in matrix.cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{path}: several cases are named {', '.join(twice)}: give each its own")
     return matrix
+
+
+def _problem(error: ErrorDetails) -> str:
+    """What pydantic found, with the place and the value."""
+    place = ".".join(map(str, error["loc"]))
+    part = Case if len(error["loc"]) > 1 else Matrix
+    if error["type"] == "extra_forbidden":
+        return f"{place} is not a key: {nearest(str(error['loc'][-1]), part.model_fields)}"
+    if error["type"] == "missing":
+        return f"{place} is missing"
+    if not place:
+        return f"expected a mapping with {', '.join(Matrix.model_fields)}, found {error['input']!r}"
+    return f"{place} is {error['input']!r}: {error['msg']}"
 
 
 def command(

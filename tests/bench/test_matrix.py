@@ -55,10 +55,14 @@ def test_settings_of_all_come_before_those_of_a_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cases: []", "cases: .*at least 1"),
-        ("cases: [{name: a, override: []}]", "cases.0.override: Extra"),
+        ("cases: []", r"cases is \[\]: .*at least 1"),
+        ("cases: [{name: a, override: []}]", "cases.0.override is not a key: .*mean overrides"),
+        ("{step: 1, cases: [{name: a}]}", "step is not a key: did you mean steps"),
+        ("cases: [{}]", "cases.0.name is missing"),
+        ("{steps: 0, cases: [{name: a}]}", "steps is 0: .*greater than or equal to 1"),
+        ("[1, 2]", r"expected a mapping with config, .*, cases, found \[1, 2\]"),
         ("cases: [{name: a}, {name: a}]", "several cases are named a"),
-        ("cases: [", "not YAML"),
+        ("cases: [", "not valid YAML"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:

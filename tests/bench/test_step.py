@@ -88,12 +88,25 @@ def test_a_line_names_the_shares_of_both_peaks() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["step", "--steps", "0"], ["step", "--warmup", "-1"], ["profile", "--traced-steps=0"]]
+    "words",
+    [
+        ["step", "--steps", "0"],
+        ["step", "--warmup", "-1"],
+        ["step", "--documents", "2048", "nan"],
+        ["profile", "--traced-steps=0"],
+    ],
 )
-def test_too_few_steps_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_that_are_too_small_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main([*words, "--config", "tiny"])
     assert "or more" in capsys.readouterr().err
+
+
+def test_a_profile_without_a_gpu_is_refused_before_anything_is_timed() -> None:
+    with pytest.raises(ConfigError, match="time of a GPU, but the devices are cpu"):
+        main(["profile", "--config", "tiny"])
 
 
 @pytest.mark.parametrize("option", ["--json", "--timeline"])
