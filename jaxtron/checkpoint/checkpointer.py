@@ -321,8 +321,7 @@ def _require_digests(
     if damaged:
         raise CheckpointError(
             f"{step_dir} is damaged: {len(damaged)} of {len(saved)} arrays are not what was saved: "
-            f"{', '.join(damaged)}. To load another step, give checkpoint.load and "
-            "checkpoint.load_step"
+            f"{', '.join(damaged)}. {_another_step(step_dir)}"
         )
 
 
@@ -349,8 +348,8 @@ def _require_sound_index(step_dir: Path) -> None:
         listed = "; ".join(f"file {name} {what}" for name, what in problems.items())
         raise CheckpointError(
             f"{step_dir} is damaged: {listed} (index of its arrays). "
-            f"`python -m jaxtron.checkpoint verify {step_dir}` lists what else is damaged; to load "
-            "another step, give checkpoint.load and checkpoint.load_step"
+            f"`python -m jaxtron.checkpoint verify {step_dir}` lists what else is damaged. "
+            + _another_step(step_dir)
         )
 
 
@@ -372,7 +371,17 @@ def _unreadable(
     return CheckpointError(
         f"{step_dir} cannot be read: {', '.join(suspects) or 'unknown part'}: "
         f"{_brief(chain[-1])}. `python -m jaxtron.checkpoint verify {step_dir}` lists what else is "
-        "damaged; to load another step, give checkpoint.load and checkpoint.load_step"
+        f"damaged. {_another_step(step_dir)}"
+    )
+
+
+def _another_step(step_dir: Path) -> str:
+    """What to do about a damaged step."""
+    folder, step = step_dir.parent, int(step_dir.name)
+    return (
+        "To go on from an earlier step of the run, delete this one and later ones with "
+        f"`python -m jaxtron.checkpoint prune {folder} --after {step - 1}`; to start another run "
+        "from an earlier step, give checkpoint.load and checkpoint.load_step"
     )
 
 

@@ -1,6 +1,7 @@
 """Configuration of where a run's state is saved, how often, and where a run starts from."""
 
 from jaxtron.config.fields import key, refuse_url, section
+from jaxtron.config.yaml_io import spelled
 from jaxtron.errors import ConfigError
 
 
@@ -59,8 +60,9 @@ class CheckpointConfig:
             value = getattr(self, name)
             if self.load is None and value is not None and value is not False:
                 raise ConfigError(
-                    f"checkpoint.{name} is {value!r} but checkpoint.load is null: it says what to "
-                    "take from checkpoint.load, so set that to the checkpoint folder to start from"
+                    f"checkpoint.{name} is {spelled(value)} but checkpoint.load is null: it says "
+                    "what to take from checkpoint.load, so set that to the checkpoint folder to "
+                    "start from"
                 )
         if self.interval and self.dir is None:
             raise ConfigError(

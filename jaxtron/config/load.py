@@ -11,6 +11,7 @@ from jaxtron.config.schema import keys, sections
 from jaxtron.config.suggest import did_you_mean
 from jaxtron.config.yaml_io import parse_yaml
 from jaxtron.errors import ConfigError
+from jaxtron.nearest import nearest
 
 Raw = dict[str, Any]
 """Nested plain values as a file gives them: ``{section: {key: value}}``."""
@@ -100,6 +101,8 @@ def _read_text(path: Path) -> str:
         hint = ""
         if path.stem in preset_names():
             hint = f"; the preset of that name is used by `preset={path.stem}`"
+        elif not path.suffix and isinstance(error, FileNotFoundError):
+            hint = f", nor is there such a preset: {nearest(path.name, preset_names())}"
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}{hint}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"the configuration {path} is not UTF-8 text: {error}") from None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jaxtron.config.config import Config
+from jaxtron.config.yaml_io import spelled
 from jaxtron.errors import ConfigError
 
 _NAMES = {
@@ -66,7 +67,7 @@ class KeyInfo:
             if isinstance(value, dict) and any(":" in str(name) for name in value):
                 hint = " (in YAML a space follows the colon: {name: value})"
             raise ConfigError(
-                f"{self.dotted} is {value!r}: expected {self.expected}{hint}"
+                f"{self.dotted} is {spelled(value)}: expected {self.expected}{hint}"
             ) from None
 
 
@@ -121,11 +122,15 @@ def describe_type(type_: Any, constraints: dict[str, Any] | None = None) -> str:
     if origin is Literal:
         return "one of " + ", ".join(str(choice) for choice in arguments)
     if origin is list or type_ is list:
-        return f"a list of {describe_type(arguments[0])}" if arguments else "a list"
+        if not arguments or arguments[0] is Any:
+            return "a list"
+        item = describe_type(arguments[0])
+        return f"a list of ({item})" if ", or" in item else f"a list of {item}"
     if origin is tuple:
         return "[" + ", ".join(describe_type(a) for a in arguments if a is not Ellipsis) + "]"
     if origin is dict or type_ is dict:
-        return "a mapping"
+        plain = not arguments or arguments[1] is Any
+        return "a mapping" if plain else f"a mapping {{name: {describe_type(arguments[1])}}}"
     return _NAMES.get(type_, getattr(type_, "__name__", str(type_))) + bounds
 
 

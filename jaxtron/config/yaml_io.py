@@ -4,6 +4,7 @@ The scalars are those of YAML 1.2: ``1e-4`` is a number, ``on`` and ``off`` are 
 text. A key given twice in one mapping is refused instead of the last one winning.
 """
 
+import json
 import re
 from collections.abc import Hashable
 from typing import Any
@@ -89,6 +90,11 @@ def parse_yaml(text: str, origin: str) -> Any:
 def to_yaml(value: dict[str, Any]) -> str:
     """Write a nested dict of plain values as YAML that :func:`parse_yaml` reads back unchanged."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def spelled(value: Any) -> str:
+    """A value for messages: null, true and false as YAML has them, all else as Python."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
 def _one_line(error: yaml.YAMLError) -> str:

@@ -22,29 +22,27 @@ _COMMANDS = {
         preprocess.add_arguments,
         preprocess.run,
         "Tokenize JSON Lines files or folders of text into Megatron's .bin/.idx.",
-        "python -m jaxtron.data preprocess --input part1.jsonl part2.jsonl.gz "
+        "jaxtron data preprocess --input part1.jsonl part2.jsonl.gz "
         "--tokenizer llama3/ --append-eod --workers 16 --output-prefix data/corpus",
     ),
     "merge": Command(
         merge.add_arguments,
         merge.run,
         "Join datasets into one, as if it had been built in one go.",
-        "python -m jaxtron.data merge --input data/a_text_document data/b_text_document "
+        "jaxtron data merge --input data/a_text_document data/b_text_document "
         "--output-prefix data/all_text_document",
     ),
     "inspect": Command(
         inspect.add_arguments,
         inspect.run,
         "Show sizes, document lengths, ids out of range and decoded samples of a dataset.",
-        "python -m jaxtron.data inspect data/corpus_text_document --tokenizer llama3/ "
-        "--html corpus.html",
+        "jaxtron data inspect data/corpus_text_document --tokenizer llama3/ --html corpus.html",
     ),
     "train-tokenizer": Command(
         train_tokenizer.add_arguments,
         train_tokenizer.run,
         "Train a byte-level BPE tokenizer on text.",
-        "python -m jaxtron.data train-tokenizer --input corpus.jsonl --vocab-size 8192 "
-        "--output tokenizer/",
+        "jaxtron data train-tokenizer --input corpus.jsonl --vocab-size 8192 --output tokenizer/",
     ),
 }
 
@@ -52,7 +50,7 @@ _COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand; errors a user can act on are raised as ``JaxtronError``."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxtron.data",
+        prog="jaxtron data",
         description="Prepare and look into training data.",
         epilog=f"example: {_COMMANDS['preprocess'].example}",
     )

@@ -1,9 +1,11 @@
 """The command ``python -m jaxtron.data train-tokenizer``; the training is ``train_bpe``."""
 
 import argparse
+from pathlib import Path
 
 from jaxtron.data.documents import read_texts
 from jaxtron.data.tokenizers import train_bpe
+from jaxtron.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +36,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SUFFIX",
         help="endings of the files to take from folders (default: .txt)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing tokenizer")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and say what came out."""
+    """Run the command and say what came out.
+
+    Raises:
+        ConfigError: a tokenizer is at ``--output`` already, and ``--overwrite`` is not given.
+    """
+    folder = Path(args.output)
+    file = folder if folder.suffix == ".json" else folder / "tokenizer.json"
+    if file.exists() and not args.overwrite:
+        raise ConfigError(
+            f"output {file} exists already: choose another --output, or replace it with --overwrite"
+        )
     texts = read_texts(args.input, args.json_key, args.suffixes)
     tokenizer = train_bpe(texts, args.vocab_size, args.output)
     print(f"{args.output}: vocab_size={tokenizer.vocab_size} eod={tokenizer.eod}")

@@ -2,12 +2,13 @@
 
 from jaxtron.config.run import TrainConfig
 from jaxtron.mesh.inspect import Inspection
+from jaxtron.precision.config import PrecisionConfig
 
 
 def features(inspection: Inspection) -> list[tuple[str, str]]:
     """Pairs of a feature's name and its effective value."""
     config = inspection.config
-    model, train, precision = config.model, config.train, config.precision
+    model, train = config.model, config.train
     output = "own weight" if model.untie_embeddings_and_output_weights else "tied to the embedding"
     return [
         ("parameters", f"{inspection.parameter_count:,}{_padding(inspection)}"),
@@ -19,7 +20,7 @@ def features(inspection: Inspection) -> list[tuple[str, str]]:
         ("pipeline parallelism", _pipeline(inspection)),
         ("experts", _experts(inspection)),
         ("output layer", output),
-        ("precision", f"compute {precision.compute}, gradients summed in {precision.grad_reduce}"),
+        ("precision", _precision(config.precision)),
         ("recompute", _recompute(train)),
         ("training", inspection.refusal or "possible in this version"),
     ]
@@ -117,9 +118,23 @@ def _context(inspection: Inspection) -> str:
         "hierarchical": f"heads exchanged in groups of {parallel.context_all_to_all}, "
         "keys and values passed around a ring across them",
     }[parallel.context_strategy]
+    if parallel.dynamic_context:
+        how += f"; {parallel.min_dynamic_context} to {size} parts by a document's length"
     least = parallel.context_cut_documents
     apart = "" if least is None else f"; documents of {least} tokens or more cut by themselves"
     return f"{size} parts of the sequence, {parallel.context_strategy}: {how}{apart}"
+
+
+def _precision(precision: PrecisionConfig) -> str:
+    text = f"compute {precision.compute}, gradients summed in {precision.grad_reduce}"
+    if precision.fp8 is None:
+        return text
+    experts = " and routed experts" if precision.fp8_experts else ""
+    less = precision.first_last_layers_bf16 or precision.fp8_exceptions
+    return (
+        f"{text}; products of layers{experts} in FP8 ({precision.fp8}, {precision.fp8_format})"
+        + (", with exceptions" if less else "")
+    )
 
 
 def _recompute(train: TrainConfig) -> str:

@@ -54,9 +54,7 @@ class PrecisionConfig:
         "Products that stay in the compute format, as patterns of layer/module/product: "
         "'*/mlp/down', '0/*'. Products: attention/qkv, attention/output, mlp/up, mlp/down.",
     )
-    fp8_experts: bool = key(
-        False, "Under FP8 multiply routed experts in 8 bits too (not yet timed in a whole step)."
-    )
+    fp8_experts: bool = key(False, "Under FP8 multiply routed experts in 8 bits too.")
     first_last_layers_bf16: bool = key(
         False, "Keep the first and last layers in the compute format under FP8."
     )

@@ -149,7 +149,10 @@ def wrong_digest(folder) -> dict:
 
 def test_data_other_than_what_was_saved_is_found_though_every_file_is_readable(folder):
     rewrite_meta(folder, arrays=wrong_digest(folder))
-    with pytest.raises(CheckpointError, match=r"1 of 3 arrays are not what was saved: params/half"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 of 3 arrays are not what was saved: params/half\. .* prune .*/run --after 6`",
+    ):
         restore(folder)
     assert any("array params/half has digest" in p for p in verify_step(folder / "7").problems)
 

@@ -159,8 +159,8 @@ def test_other_programs_checkpoints_are_refused_by_name(tmp_path, name, named):
     "keys, message",
     [
         ({"load_step": 0}, r"checkpoint\.load_step is 0 but checkpoint\.load is null"),
-        ({"no_load_optim": True}, r"checkpoint\.no_load_optim is True but"),
-        ({"finetune": True}, r"checkpoint\.finetune is True but"),
+        ({"no_load_optim": True}, r"checkpoint\.no_load_optim is true but"),
+        ({"finetune": True}, r"checkpoint\.finetune is true but"),
         ({"interval": 5}, r"checkpoint\.interval is 5 but checkpoint\.dir is null"),
         ({"dir": "gs://bucket/run"}, r"checkpoint\.dir is 'gs://bucket/run'"),
     ],

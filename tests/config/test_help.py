@@ -1,5 +1,7 @@
 """The list of keys is complete and says what each key means."""
 
+from typing import Any
+
 import pytest
 
 from jaxtron.config.help import help_config
@@ -38,7 +40,9 @@ def test_the_sections_are_those_of_the_design() -> None:
         (int | None, {"ge": 1}, "an integer ≥ 1, or null"),
         (list[str], {}, "a list of text"),
         (tuple[int, int] | None, {}, "[an integer, an integer], or null"),
-        (dict[str, int], {}, "a mapping"),
+        (list[str | float], {}, "a list of (text, or a number)"),
+        (dict[str, int], {}, "a mapping {name: an integer}"),
+        (dict[str, Any], {}, "a mapping"),
         (bool, {}, "true or false"),
     ],
 )

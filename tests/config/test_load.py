@@ -95,10 +95,10 @@ def test_words_stay_words(tmp_path: Path) -> None:
     [
         ("train.steps=ten", ["train.steps is 'ten'", "an integer ≥ 0"]),
         ("train.steps=1.5", ["train.steps is 1.5", "an integer"]),
-        ("train.steps=true", ["train.steps is True", "an integer"]),
+        ("train.steps=true", ["train.steps is true", "an integer"]),
         ("train.steps=-1", ["train.steps is -1", "≥ 0"]),
         ("train.steps=010", ["train.steps is '010'"]),
-        ("train.steps=null", ["train.steps is None"]),
+        ("train.steps=null", ["train.steps is null"]),
         ("optimizer.lr=fast", ["optimizer.lr is 'fast'", "a number"]),
         ("train.global_batch_size=0", ["train.global_batch_size is 0", "≥ 1"]),
         ("model.attention_dropout=1.0", ["model.attention_dropout is 1.0", "≥ 0 and < 1"]),
@@ -254,3 +254,10 @@ def test_the_resolved_configuration_shows_every_key() -> None:
         [f"{section}.{name}" for name in values] for section, values in shown.items()
     )
     assert set(dotted) == set(keys())
+
+
+def test_a_misspelt_preset_is_offered_the_nearest_ones() -> None:
+    with pytest.raises(
+        ConfigError, match="llama3_8: No such file.* nor .*did you mean .*llama3_8b"
+    ):
+        load_config("llama3_8")

@@ -457,7 +457,7 @@ def test_every_command_has_help_with_an_example(capsys, command):
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0
-    assert f"example: python -m jaxtron.data {command}" in capsys.readouterr().out
+    assert f"example: jaxtron data {command}" in capsys.readouterr().out
 
 
 MEMORY_SCRIPT = """
@@ -496,6 +496,8 @@ def test_trained_tokenizer_and_preprocess_work_together_on_the_command_line(tmp_
     assert main(["train-tokenizer", "--input", str(source), "--vocab-size", "258"]
                 + ["--output", folder]) == 0  # fmt: skip
     assert "vocab_size=258 eod=0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="tokenizer.json exists already: .*--overwrite"):
+        main(["train-tokenizer", "--input", str(source), "--vocab-size", "300", "--output", folder])
     arguments = ["--input", str(source), "--tokenizer", folder, "--output-prefix", prefix]
     assert main(["preprocess", *arguments, "--append-eod", "--workers", "1"]) == 0
     # Byte ids follow the order of their printable stand-ins; only the merge and eod are asserted.

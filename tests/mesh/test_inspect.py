@@ -184,3 +184,14 @@ def test_gradients_in_bf16_take_half_the_bytes():
     for plain, half in zip(inspect_layout(tiny(), 8).state, inspect_layout(config, 8).state):
         assert 2 * half.gradients == plain.gradients
         assert plain.total - half.total == half.gradients
+
+
+def test_features_name_fp8_and_dynamic_degrees():
+    overrides = ["precision.fp8=current", "precision.first_last_layers_bf16=true"]
+    overrides += ["parallel.context=4", "parallel.dynamic_context=true", "data.packing=best_fit"]
+    overrides += ["data.source=chat", "data.tokenizer=byte"]
+    overrides += ["data.reset_attention_mask=true", "data.reset_position_ids=true"]
+    inspection = inspect_layout(load_config("tiny", overrides), 8)
+    fp8 = "products of layers in FP8 (current, hybrid), with exceptions"
+    assert feature(inspection, "precision").endswith(fp8)
+    assert "1 to 4 parts by a document's length" in feature(inspection, "context parallelism")

@@ -1,10 +1,10 @@
-"""Generation on fewer devices than the run had picks a layout by itself."""
+"""Generation: its options, and a layout of its own on fewer devices than the run had."""
 
 import pytest
 
 from jaxtron.config.validate import validate_for_training
 from jaxtron.errors import ConfigError
-from jaxtron.generate import fitting_layout
+from jaxtron.generate import fitting_layout, main
 from tests.parity.harness import make_config
 
 
@@ -30,3 +30,12 @@ def test_what_no_layout_mends_is_reported() -> None:
     config = make_config(data={"seq_length": 99})
     with pytest.raises(ConfigError, match="data.seq_length 99 is longer"):
         fitting_layout(config, 1)
+
+
+@pytest.mark.parametrize(
+    "words", [["--temperature", "-1"], ["--temperature", "nan"], ["--top-k", "0"], ["--seed", "-1"]]
+)
+def test_options_out_of_range_are_refused(words: list[str], capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["--config", "tiny", "--prompt", "a", *words])
+    assert f"argument {words[0]}: it is {words[1]}: give" in capsys.readouterr().err
