@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxtron.parallel.context.dynamic import CALL, DynamicContext, ScheduledStep
 from jaxtron.parallel.context.schedule import MenuEntry
+from jaxtron.parallel.state_sharding import with_shardings
 from jaxtron.program import Program, State
 from jaxtron.room import program_bytes
 from jaxtron.update import apply_gradients
@@ -108,11 +109,7 @@ class DynamicProgram:
             return
         began = time.perf_counter()
         program = self.program
-        state = jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            jax.eval_shape(program._init_state, 0),
-            program.state_shardings,
-        )
+        state = program.placed_state()
         share = {
             name: jax.ShapeDtypeStruct((), jnp.int32)
             for name in ("trained", "live", "first_row", "count")
@@ -129,11 +126,7 @@ class DynamicProgram:
             jax.eval_shape(program.fp8_scales, state),
         )
         shardings = self._total_shardings(shapes)
-        total = jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            shapes,
-            shardings,
-        )
+        total = with_shardings(shapes, shardings)
 
         def zeros() -> Any:
             return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

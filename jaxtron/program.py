@@ -52,7 +52,11 @@ from jaxtron.parallel.pipeline.stack_order import StackOrder, stack_order
 from jaxtron.parallel.pipeline.state_order import StateOrder
 from jaxtron.parallel.pipeline.table import programs
 from jaxtron.parallel.region import Region
-from jaxtron.parallel.state_sharding import moments_on_host, optimizer_state_shardings
+from jaxtron.parallel.state_sharding import (
+    moments_on_host,
+    optimizer_state_shardings,
+    with_shardings,
+)
 from jaxtron.precision.dtypes import DTYPES
 from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_layers import has_layer_exceptions
@@ -314,17 +318,17 @@ class Program:
         init = jax.jit(self._init_state, out_shardings=self.state_shardings)
         return init(self.config.train.seed)
 
+    def placed_state(self) -> State:
+        """Shapes, dtypes and shardings of the state as the devices hold it."""
+        return with_shardings(jax.eval_shape(self._init_state, 0), self.state_shardings)
+
     def abstract_state(self) -> State:
         """Shapes, dtypes and shardings of the state, layers in logical order, as checkpoints have.
 
         What is restored into it goes through :meth:`from_logical`.
         """
-        placed = jax.eval_shape(self._init_state, 0)
-        return jax.tree.map(
-            lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-            self.order.logical(placed),
-            self._order.logical_shardings(placed),
-        )
+        placed = self.placed_state()
+        return with_shardings(self.order.logical(placed), self._order.logical_shardings(placed))
 
     def step_bytes(self, state: State, batch: Mapping[str, jax.Array]) -> int:
         """Compile the training step; bytes that it allocates on a device besides its arguments."""

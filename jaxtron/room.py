@@ -59,13 +59,8 @@ def check_state(program: "Program") -> None:
     Raises:
         ConfigError: with what it needs, what is left, and what would help.
     """
-    state = jax.tree.map(
-        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
-        jax.eval_shape(program._init_state, 0),
-        program.state_shardings,
-    )
     what = "the state (fp32 weights and moments)"
-    _check(array_bytes(state), program, what, _state_remedies(program.config))
+    _check(array_bytes(program.placed_state()), program, what, _state_remedies(program.config))
 
 
 def check_step(program: "Program", needed: int) -> None:

@@ -17,6 +17,7 @@ from jaxtron.models.config import ModelConfig
 from jaxtron.models.decoder import Decoder
 from jaxtron.models.layer_pattern import layer_name
 from jaxtron.parallel.param_layout import is_layout, param_layouts
+from jaxtron.parallel.state_sharding import with_shardings
 from jaxtron.precision.dtypes import DTYPES
 from jaxtron.program import Program
 
@@ -64,16 +65,12 @@ def abstract_dense(program: Program) -> Any:
         config.parallel.data_sharding,
         DTYPES[config.precision.compute],
     )
-    return jax.tree.map(
-        lambda layout, s: jax.ShapeDtypeStruct(
-            s.shape,
-            s.dtype,
-            sharding=jax.sharding.NamedSharding(program.mesh, layout.stored_spec),
-        ),
+    shardings = jax.tree.map(
+        lambda layout: jax.sharding.NamedSharding(program.mesh, layout.stored_spec),
         layouts,
-        dense.shapes,
         is_leaf=is_layout,
     )
+    return with_shardings(dense.shapes, shardings)
 
 
 def upcycled(program: Program, dense: Any) -> Any:

@@ -55,19 +55,6 @@ class Checkpointer:
         """Absolute path of the run's checkpoint folder; None: nothing is saved."""
         return self._directory
 
-    def latest_step(self) -> int | None:
-        """Newest complete step in the run's folder, on all processes alike.
-
-        Raises:
-            CheckpointError: the folder holds another program's checkpoints, or processes see
-                different steps in it.
-        """
-        if self._directory is None:
-            return None
-        latest = step_folder.scan(self._directory).latest
-        _require_agreement(-1 if latest is None else latest, f"newest step in {self._directory}")
-        return latest
-
     def start_point(self) -> StartPoint | None:
         """Where this launch takes its state from: the run's own folder, else ``load``, else None.
 

@@ -11,12 +11,12 @@ from jaxtron.layers.multi_token import tokens_ahead
 from jaxtron.layers.outputs import LayerOutput
 from jaxtron.layers.remat import Remat
 from jaxtron.models.config import ModelConfig
-from jaxtron.models.model import Fetch, Params
+from jaxtron.models.model import Fetch, Model, Params
 from jaxtron.parallel.context.attention import ContextAttention
 
 
 @runtime_checkable
-class PredictsAhead(Protocol):
+class PredictsAhead(Model, Protocol):
     """A model with depths of multi-token prediction, numbered from 0."""
 
     def predict_ahead(
@@ -40,12 +40,6 @@ class PredictsAhead(Protocol):
             inputs: what layers see besides.
             remat: what the backward pass computes again.
         """
-        ...
-
-    def lookup(
-        self, params: Params, fetch: Fetch, tokens: jax.Array, inputs: LayerInputs
-    ) -> jax.Array:
-        """As in :class:`jaxtron.models.model.Model`."""
         ...
 
 

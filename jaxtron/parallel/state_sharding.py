@@ -10,6 +10,15 @@ from jaxtron.errors import ConfigError
 HOST = "pinned_host"
 
 
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """``jax.ShapeDtypeStruct`` of every leaf of ``shapes`` with its sharding."""
+    return jax.tree.map(
+        lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
 def optimizer_state_shardings(abstract_state: Any, shapes: Any, shardings: Any) -> Any:
     """Sharding of every leaf of an optimizer's state.
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from jaxtron.config.config import Config
-from jaxtron.config.dump import dump_config, to_dict
+from jaxtron.config.dump import to_dict
 from jaxtron.config.load import load_config
 from jaxtron.config.presets import preset_names
 from jaxtron.config.schema import keys
 from jaxtron.config.suggest import _FROM_MEGATRON, did_you_mean
+from jaxtron.config.yaml_io import to_yaml
 from jaxtron.errors import ConfigError
 
 
@@ -242,7 +243,7 @@ def test_the_resolved_configuration_loads_back_unchanged(name: str, tmp_path: Pa
     awkward = ["optimizer.lr=0.1234567890123456789e-4", "observe.dir='1e3'", "checkpoint.dir='on'"]
     config = load_config({"preset": name}, [*awkward, "observe.profile_steps=[2, 3]"])
     path = tmp_path / "config.yaml"
-    path.write_text(dump_config(config))
+    path.write_text(to_yaml(to_dict(config)))
     assert load_config(path) == config
     assert load_config(to_dict(config)) == config
     assert isinstance(load_config(path), Config)

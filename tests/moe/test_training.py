@@ -39,7 +39,7 @@ def bias_of(state: Any) -> np.ndarray:
 
 
 def test_the_bias_is_in_the_state_and_the_optimizer_does_not_know_it() -> None:
-    state = jax.eval_shape(program_of(BIAS, optimizer={"name": "adamw"})._init_state, 0)
+    state = program_of(BIAS, optimizer={"name": "adamw"}).placed_state()
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
     assert [n for n in names if "expert_bias" in n] == [
         "['params']['layers']['moe']['router']['expert_bias']"
