@@ -116,8 +116,9 @@ def _context_strategy_fits(config: Config, axes: Axes) -> Iterator[str]:
     if axes["pipeline"] > 1 and strategy in ("ring", "hierarchical"):
         yield (
             f"parallel.context_strategy is {strategy} and parallel.pipeline is {axes['pipeline']}: "
-            "a ring passes blocks by a collective-permute, which hangs on GPUs inside the branches "
-            "of a pipeline stage: set parallel.context_strategy to all_gather or all_to_all, or "
+            "a ring passes blocks by a collective-permute, which on GPUs waits for ever where "
+            "stages branch (several chunks, or uneven stages) and has not been run on them without "
+            "branches: set parallel.context_strategy to all_gather or all_to_all, or "
             "parallel.pipeline to 1"
         )
     heads, groups = _attention_heads_per_device(config, axes)

@@ -160,7 +160,7 @@ class RunLogger:
             self._metrics = MetricsFile(folder, start_step)
         except OSError as error:
             raise ConfigError(
-                f"observe.dir is {str(folder)!r}, which cannot be written: {error}; "
+                f"observe.dir is {str(folder)!r}, which cannot be written: {error.strerror}; "
                 "give a folder that this process may create files in"
             ) from error
         if tensorboard:

@@ -75,7 +75,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     try:
         write_atomically(out, page)
     except OSError as error:
-        raise DataError(f"cannot write the report {out}: {error}; give another --out") from error
+        raise DataError(
+            f"cannot write the report {out}: {error.strerror}; give another --out"
+        ) from error
     return out
 
 
