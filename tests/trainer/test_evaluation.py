@@ -142,7 +142,7 @@ def test_evaluations_are_at_each_interval_and_at_the_end(tmp_path):
 
 
 @pytest.mark.parametrize("eval_section", [{"interval": 2, "iters": 0}, {"interval": 0, "iters": 2}])
-def test_no_evaluation_needs_no_validation_split(tmp_path, eval_section):
+def test_no_evaluation_needs_no_validation_split(tmp_path, eval_section, caplog):
     result = train(
         tmp_path,
         data={"split": "100,0,0"},
@@ -151,6 +151,8 @@ def test_no_evaluation_needs_no_validation_split(tmp_path, eval_section):
     )
     assert (result.step, result.eval_loss) == (2, None)
     assert evaluations(tmp_path) == []
+    said = "eval.interval is 2, but nothing is evaluated" in caplog.text
+    assert said == (eval_section["interval"] == 2)
 
 
 def mean_loss(trainer, state, text):
