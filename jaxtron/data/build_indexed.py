@@ -47,8 +47,7 @@ class _Request:
     @property
     def fix(self) -> str:
         """What a message adds for a run that can do without this data."""
-        off = "eval.interval=0" if self.num_samples is None else "eval.iters=0"
-        return how_to_do_without(self.split, off)
+        return how_to_do_without(self.split)
 
 
 class IndexedBuilder:

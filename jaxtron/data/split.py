@@ -17,10 +17,10 @@ class Span(NamedTuple):
     stop: int
 
 
-def how_to_do_without(split: str, off: str = "eval.interval=0") -> str:
+def how_to_do_without(split: str) -> str:
     """What a message about a split without data adds: the setting of a run that needs none."""
     settings = {
-        "valid": f"; to train without evaluation set {off}",
+        "valid": "; to train without evaluation set eval.interval=0",
         "test": "; to do without a test set, set eval.test=false",
     }
     return settings.get(split, "")

@@ -53,7 +53,7 @@ def test_splits_that_nobody_reads_are_not_built(tmp_path):
 @pytest.mark.parametrize("documents", [10, 49])
 def test_an_empty_validation_split_is_refused_at_start(tmp_path, documents):
     path = corpus(tmp_path / "a", documents)
-    message = rf"valid split is empty.*\[{documents}, {documents}\) of {documents}.*eval\.iters=0"
+    message = rf"valid split is empty.*\[{documents}, {documents}\) of {documents}.*interval=0"
     with pytest.raises(DataError, match=message):
         build(paths=[path], split="99,1,0", sizes={"valid_samples": 4})
 
@@ -82,7 +82,7 @@ def test_separate_paths_are_used_whole(tmp_path):
     )
     assert documents_of(datasets.train) == set(range(10))
     assert documents_of(datasets.valid) == set(range(500, 505))
-    with pytest.raises(ConfigError, match=r"data\.valid_paths is empty.*eval\.iters=0"):
+    with pytest.raises(ConfigError, match=r"data\.valid_paths is empty.*eval\.interval=0"):
         build(train_paths=[a], sizes={"valid_samples": 4})
 
 
