@@ -66,6 +66,8 @@ class KeyInfo:
             hint = ""
             if isinstance(value, dict) and any(":" in str(name) for name in value):
                 hint = " (in YAML a space follows the colon: {name: value})"
+            elif isinstance(value, str) and typing.get_origin(self.type) is list:
+                hint = f": write [{value}]"
             raise ConfigError(
                 f"{self.dotted} is {spelled(value)}: expected {self.expected}{hint}"
             ) from None

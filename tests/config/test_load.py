@@ -107,6 +107,7 @@ def test_words_stay_words(tmp_path: Path) -> None:
         ("model.add_bias_linear=yes", ["'yes'", "true or false"]),
         ("model.num_query_groups=[1]", ["[1]", "an integer ≥ 1, or null"]),
         ("parallel.rules.embed=3", ["parallel.rules", "a mapping"]),
+        ("data.paths=a/b", ["data.paths is 'a/b'", "a list of (text, or a number", "write [a/b]"]),
         ("data.fim_tokens={prefix:1}", ["data.fim_tokens", "a space follows the colon"]),
         ("data.cache_dir=s3://bucket/a", ["data.cache_dir is 's3://bucket/a'", "not a URL"]),
         ("observe.dir=s3://bucket/a", ["observe.dir is 's3://bucket/a'", "not a URL"]),
