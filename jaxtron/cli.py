@@ -58,8 +58,8 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
         argv: passed to ``main``.
 
     Returns:
-        the status of ``main``; 2 after an error that is the user's to fix, 130 when interrupted,
-        141 when the reader of the output has gone.
+        the status of ``main``; 2 after an error that is the user's to fix, such as a file that the
+        system refuses, 130 when interrupted, 141 when the reader of the output has gone.
     """
     try:
         return main(argv)
@@ -73,6 +73,15 @@ def run(main: Callable[[list[str] | None], int], argv: list[str] | None = None) 
         # Python flushes stdout once more at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(
+            f"error: {error.filename}: {error.strerror}; see that it is there and that this "
+            "process may use it",
+            file=sys.stderr,
+        )
+        return EXIT_USER_ERROR
 
 
 def parse_with_overrides(

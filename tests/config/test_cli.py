@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,27 @@ def test_a_users_error_is_one_message_and_status_2(capsys: pytest.CaptureFixture
 
     assert cli.run(fails) == 2
     assert capsys.readouterr().err == "error: data.bin is truncated\n"
+
+
+def test_a_file_that_the_system_refuses_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    def reads_below_a_file(argv: list[str] | None) -> int:
+        return len((file / "data.idx").read_bytes())
+
+    assert cli.run(reads_below_a_file) == 2
+    assert f"error: {file / 'data.idx'}: Not a directory" in capsys.readouterr().err
+
+
+def test_an_error_of_the_system_without_a_file_keeps_its_traceback() -> None:
+    def broken(argv: list[str] | None) -> int:
+        raise OSError("no file")
+
+    with pytest.raises(OSError, match="no file"):
+        cli.run(broken)
 
 
 def test_an_interrupt_is_status_130() -> None:
