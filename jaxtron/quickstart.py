@@ -27,6 +27,7 @@ from jaxtron.observe.report import write_report
 
 CONFIG = "quickstart.yaml"
 PROMPTS = ("def main(", "import os\n", "class ")
+ENOUGH = 1.0  # nats below the unigram entropy that the evaluation should end
 
 
 def quickstart_config(folder: Path, vocab_size: int, steps: int) -> dict[str, dict[str, object]]:
@@ -128,16 +129,8 @@ def quickstart(folder: Path, texts: Sequence[str], *, steps: int, megabytes: flo
     source, tokenizer = str(corpus.path), str(folder / "tokenizer")
     _command(
         "Train a tokenizer",
-        *(
-            "data",
-            "train-tokenizer",
-            "--input",
-            source,
-            "--output",
-            tokenizer,
-            "--vocab-size",
-            "2048",
-        ),
+        *("data", "train-tokenizer", "--input", source, "--output", tokenizer),
+        *("--vocab-size", "2048"),
     )
     _command(
         "Tokenize into Megatron's .bin/.idx",
@@ -208,7 +201,14 @@ def main(argv: list[str] | None = None) -> int:
     if args.steps < 8:
         raise ConfigError(f"--steps {args.steps}: at least 8, so that there is a middle to stop at")
     gain = quickstart(args.out, args.text, steps=args.steps, megabytes=args.megabytes)
-    return 0 if gain >= 1.0 else 1
+    if gain < ENOUGH:
+        print(
+            f"the model learned too little: {gain:.3f} nats below the unigram entropy, where "
+            f"{ENOUGH:g} or more are expected; give more --steps or more text",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
