@@ -9,6 +9,7 @@ from jaxtron.config.presets import preset_names, presets_dir
 from jaxtron.mesh.axes import resolve_axes
 from jaxtron.models.config import ModelConfig
 from jaxtron.observe.flops import flops_per_token, parameter_count
+from jaxtron.optim.schedule import check_schedule
 
 GPU_BYTES = 80e9
 LEAST_ROOM = 2e9  # for activations, even with every layer recomputed
@@ -192,3 +193,9 @@ def test_the_comment_of_a_preset_gives_its_parameters_and_state(name: str) -> No
     # The fullest device holds a little more than the mean: uneven stages, replicated biases.
     stated = float(re.search(r"State: ([\d.]+) GB of 80 GB", text).group(1))  # type: ignore[union-attr]
     assert stated == pytest.approx(gigabytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_can_run_for_a_few_steps_alone(name: str) -> None:
+    config = load_config(name, ["train.steps=100"])
+    check_schedule(config.optimizer, total_steps=config.train.steps)
