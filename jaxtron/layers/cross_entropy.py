@@ -67,7 +67,7 @@ class CrossEntropy:
         """
         if not isinstance(weight, SummedWeight):
             return _cross_entropy(x, weight, None, labels, token_weights, self)
-        return _cross_entropy(x, weight.weight, weight.total, labels, token_weights, self)
+        return _cross_entropy(x, *weight.take(), labels, token_weights, self)
 
     def chunk(self, tokens: int, rows: int) -> int:
         """Tokens per chunk for ``rows`` local vocabulary rows."""

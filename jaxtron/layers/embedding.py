@@ -19,7 +19,7 @@ def rows_of(weight: jax.Array | SummedWeight, index: jax.Array) -> jax.Array:
     would stop counting.
     """
     if isinstance(weight, SummedWeight):
-        return _rows_of_summed(weight.weight, weight.total, index)
+        return _rows_of_summed(*weight.take(), index)
     return _rows_of(weight, index)
 
 

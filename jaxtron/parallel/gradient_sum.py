@@ -11,8 +11,14 @@ import jax.numpy as jnp
 from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Weight, is_fp8, is_fp8_gradient
 
 
+class Uses:
+    """How many operations of a trace have used a weight."""
+
+    count = 0
+
+
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["weight", "total"], meta_fields=[]
+    jax.tree_util.register_dataclass, data_fields=["weight", "total"], meta_fields=["uses"]
 )
 @dataclass(frozen=True)
 class SummedWeight:
@@ -25,11 +31,18 @@ class SummedWeight:
         weight: ``[rows, h]``, as copied for compute.
         total: fp32 ``[rows, h]``, the sum so far. It is what is differentiated, and its cotangent
             is the sum afterwards, with an objective whose own cotangent is 1. So exactly one
-            operation may use the weight.
+            operation may use the weight (:func:`check_uses`).
+        uses: operations that have.
     """
 
     weight: jax.Array
     total: jax.Array
+    uses: Uses
+
+    def take(self) -> tuple[jax.Array, jax.Array]:
+        """Weight and sum, for the operation that adds to the sum."""
+        self.uses.count += 1
+        return self.weight, self.total
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,7 +79,7 @@ def with_trainable(copies: Any, part: Any) -> Any:
     def put(w: Any, t: Any) -> Any:
         if is_fp8(w):
             return Fp8Weight(w.values, w.transposed, w.scale, w.scales, t, w.site)
-        return SummedWeight(w.weight, t) if is_summed(w) else t
+        return SummedWeight(w.weight, t, w.uses) if is_summed(w) else t
 
     return jax.tree.map(put, copies, part, is_leaf=_is_weight)
 
@@ -84,9 +97,24 @@ def _get(tree: Any, path: str) -> Any:
 def with_sums(copies: Any, total: Any, summed: Sequence[str]) -> Any:
     """``copies`` in which the weights at the paths ``summed`` carry their gradients' sums."""
     for path in summed:
-        weight = SummedWeight(_get(copies, path), _get(total, path))
+        weight = SummedWeight(_get(copies, path), _get(total, path), Uses())
         copies = _put(copies, path, weight)
     return copies
+
+
+def check_uses(copies: Any, summed: Sequence[str]) -> None:
+    """See that an objective of :func:`with_sums` has used each of the weights ``summed`` once.
+
+    Raises:
+        ValueError: it has not, and the sums are wrong.
+    """
+    for path in summed:
+        count = _get(copies, path).uses.count
+        if count != 1:
+            raise ValueError(
+                f"the model's sums_itself names {path}, whose gradient's sum is right only if one "
+                f"operation uses that weight, and {count} do: leave it out of sums_itself"
+            )
 
 
 def accumulate(total: Any, grads: Any, summed: Sequence[str] = ()) -> Any:

@@ -21,6 +21,7 @@ from jaxtron.parallel.data_sharding import (
 )
 from jaxtron.parallel.gradient_sum import (
     accumulate,
+    check_uses,
     trainable,
     with_sums,
     with_trainable,
@@ -233,6 +234,7 @@ class Sequential:
                 has_aux=True,
             )
             g, reports = gradient(trainable(weights))
+            check_uses(weights, () if total is None else plan.summed)
             return plan.after_microbatch(g, layouts), reports
 
         first = jax.tree.map(lambda a: a[0], microbatches)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxtron.layers.cross_entropy import CrossEntropy, _peak_and_total
 from jaxtron.mesh.axes import AXES
-from jaxtron.parallel.gradient_sum import SummedWeight
+from jaxtron.parallel.gradient_sum import SummedWeight, Uses
 from jaxtron.parallel.region import Region
 
 REGION = Region(dict.fromkeys(AXES, 1), sequence_parallel=False)
@@ -71,7 +71,8 @@ def test_a_weight_with_a_sum_gets_the_sum_with_its_gradient_added(
     gx, gw = jax.grad(lambda x, w: ce(x, w, labels, token_weights)[0], (0, 1))(x, weight)
     total = np.random.default_rng(2).normal(size=weight.shape).astype(np.float32)
     gx_summed, after = jax.grad(
-        lambda x, t: ce(x, SummedWeight(jnp.asarray(weight), t), labels, token_weights)[0], (0, 1)
+        lambda x, t: ce(x, SummedWeight(jnp.asarray(weight), t, Uses()), labels, token_weights)[0],
+        (0, 1),
     )(x, total)
     np.testing.assert_allclose(after, total + gw, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(gx_summed, gx)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import pytest
 
+from jaxtron.models.decoder import Decoder
 from jaxtron.program import Program
 from tests.parity.harness import make_batch, make_config, rows_of
 from tests.program.forward import random_params
@@ -58,3 +59,34 @@ def test_no_microbatch_adds_a_gradient_of_the_whole_vocabulary(tied: bool, expec
     batch = rows_of(program, make_batch(config))
     traced = jax.make_jaxpr(program.loss_and_gradients)(random_params(program), batch)
     assert additions(traced.jaxpr, (104, 64)) == expected
+
+
+class LooksUpTwice(Decoder):
+    def lookup(self, params: Any, fetch: Any, tokens: Any, inputs: Any) -> Any:
+        return sum(
+            super(LooksUpTwice, self).lookup(params, fetch, t, inputs) for t in (tokens, 0 * tokens)
+        )
+
+
+class UsesNoOutputWeight(Decoder):
+    def output_weight(self, params: Any, fetch: Any) -> Any:
+        weight = super().output_weight(params, fetch)
+        return getattr(weight, "weight", weight)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (LooksUpTwice, "sums_itself names embedding/word.* and 2 do"),
+        (UsesNoOutputWeight, "sums_itself names output/weight.* and 0 do"),
+    ],
+)
+def test_a_model_that_uses_such_a_weight_otherwise_is_refused(
+    model: Any, message: str, stages: int
+) -> None:
+    config = make_config(parallel={"pipeline": stages}, train={"num_microbatches": 4})
+    program = Program(config, jax.devices()[:stages], model=model(config.model))
+    batch = rows_of(program, make_batch(config))
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(program.loss_and_gradients, random_params(program), batch)

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtron.parallel.computation import Computation
 from jaxtron.parallel.gradient_sum import (
     accumulate,
+    check_uses,
     trainable,
     with_sums,
     with_trainable,
@@ -425,7 +426,9 @@ class Step:
         rest = with_sums(self.rest, total, summed)
 
         def of_trained(trained: Any, *arguments: Any) -> Any:
-            return function(with_trainable(rest, trained), *arguments)
+            value = function(with_trainable(rest, trained), *arguments)
+            check_uses(rest, summed)
+            return value
 
         return of_trained, trainable(rest), summed
 
