@@ -97,8 +97,8 @@ def _chunks(tokens: int, chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...
 def _peak_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Of every row of ``[t, v]`` its maximum and the sum of ``exp(logit - maximum)``, in one pass.
 
-    Milakov and Gimelshein 2018, arXiv:1805.02867. A row of ``-inf`` has the lowest fp32 number as
-    maximum.
+    Milakov and Gimelshein 2018, arXiv:1805.02867. ``-inf`` counts as the lowest fp32 number, since
+    two of them, joined in any order, must not give NaN.
     """
 
     def join(a: Any, b: Any) -> Any:
@@ -107,6 +107,7 @@ def _peak_and_total(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jnp.maximum(a[0], b[0]), total
 
     lowest = jnp.finfo(jnp.float32).min
+    logits = jnp.maximum(logits, lowest)  # NaN stays
     peak, total = lax.reduce((logits, jnp.ones_like(logits)), (lowest, 0.0), join, (1,))
     return peak, total
 
