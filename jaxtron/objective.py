@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxtron.config.config import Config
 from jaxtron.kernels.attention_spec import AttentionBackend
+from jaxtron.kernels.gated_mlp import GatedMlpKernels
 from jaxtron.layers.cross_entropy import CrossEntropy
 from jaxtron.layers.inputs import LayerInputs, LayerNumber, MoEInputs, Randomness
 from jaxtron.layers.moe.step import live_tokens
@@ -185,6 +186,17 @@ class Objective:
             randomness=randomness,
             dtype=DTYPES[config.precision.compute],
             moe=moe,
+            gated_mlp=self._gated_mlp(),
+        )
+
+    def _gated_mlp(self) -> GatedMlpKernels:
+        recompute = self.config.train.recompute
+        again = recompute.items() if isinstance(recompute, dict) else ()
+        return GatedMlpKernels(
+            name=self.config.model.gated_mlp_backend,
+            platform=self.platform,
+            devices=math.prod(self.region.sizes.values()),
+            recomputed=frozenset(name for name, action in again if action == "recompute"),
         )
 
     def live(self, batch: Mapping[str, jax.Array]) -> jax.Array:

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _FREE_MODEL_KEYS = {
     "attention_backend",
     "attention_dropout",
+    "gated_mlp_backend",
     "hidden_dropout",
     "moe_token_dispatcher_type",
     "moe_grouped_gemm_backend",

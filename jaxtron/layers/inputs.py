@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxtron.kernels.gated_mlp import GatedMlpKernels
 from jaxtron.layers.dropout import AttentionDropout, dropout, dropout_key
 from jaxtron.models.config import ModelConfig
 from jaxtron.parallel.region import Region
@@ -97,6 +98,7 @@ class LayerInputs:
         dtype: of what enters matrix products; the residual stream's too, unless
             ``model.fp32_residual_connection``.
         moe: of a model with experts.
+        gated_mlp: decides about kernels of gated MLPs; None: XLA's.
     """
 
     region: Region
@@ -105,6 +107,7 @@ class LayerInputs:
     randomness: Randomness | None
     dtype: jnp.dtype
     moe: MoEInputs | None = None
+    gated_mlp: GatedMlpKernels | None = None
 
     def hidden_dropout(self, x: jax.Array, layer: LayerNumber, site: str) -> jax.Array:
         """Dropout of ``x [b, s/tensor, h]``, when there is any."""

@@ -4,9 +4,10 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtron.kernels.gated_mlp import GatedMlpSpec, gated_mlp
 from jaxtron.layers.activation import activate
 from jaxtron.layers.inputs import LayerInputs
-from jaxtron.layers.linear import linear
+from jaxtron.layers.linear import Weight, linear
 from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.models.config import ModelConfig
 from jaxtron.precision.fp8_mlp import fp8_gated_mlp
@@ -49,8 +50,11 @@ class MLP(nnx.Module):
         x = inputs.region.gather_parts(x)
         up, down = self.up.get_value(), self.down.get_value()
         plain = self.config.gated and not self.config.add_bias_linear
+        fused = self._fused(x, down, inputs)
         if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
             y = fp8_gated_mlp(x, up, down, self.config.activation, "mlp_up")
+        elif fused:
+            y = gated_mlp(x, up, down)
         else:
             (u,) = linear(x, [up])
             if self.config.add_bias_linear:
@@ -62,3 +66,17 @@ class MLP(nnx.Module):
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
         return y
+
+    def _fused(self, x: jax.Array, down: Weight, inputs: LayerInputs) -> bool:
+        """Whether one kernel multiplies and applies the activation."""
+        if inputs.gated_mlp is None:
+            return False
+        spec = GatedMlpSpec(
+            tokens=x.size // x.shape[-1],
+            hidden=x.shape[-1],
+            inner=down.shape[0],
+            activation=self.config.activation,
+            bias=self.config.add_bias_linear,
+            dtype="fp8" if isinstance(down, Fp8Weight) else str(down.dtype),
+        )
+        return inputs.gated_mlp.use(spec)

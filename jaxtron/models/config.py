@@ -72,6 +72,9 @@ class ModelConfig:
         None, "Sliding window: a query sees itself and window_size - 1 earlier tokens.", ge=1
     )
     attention_backend: Literal["auto", "xla", "cudnn"] = key("auto", "Attention kernel.")
+    gated_mlp_backend: Literal["auto", "xla", "mosaic_gpu"] = key(
+        "auto", "Kernel of bf16 MLPs with swiglu; mosaic_gpu multiplies and activates in one."
+    )
 
     num_experts: int | None = key(
         None, "Experts of an MoE layer, which replace its MLP; null: dense layers.", ge=1

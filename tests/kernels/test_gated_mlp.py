@@ -1,0 +1,136 @@
+"""The gated MLP with the activation in its products: the derivative, recomputation, the choice."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtron.errors import ConfigError
+from jaxtron.kernels import gated_mlp
+from jaxtron.kernels.gated_mlp import GatedMlpKernels, GatedMlpSpec
+from jaxtron.layers.remat import by_name, recompute_all
+
+TOKENS, HIDDEN, INNER = 6, 5, 4
+
+
+def silu(x: Any) -> Any:
+    return x / (1 + np.exp(-x))
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stand-ins for the kernels, by their documented formulas; the list says who was traced."""
+    calls: list[str] = []
+
+    def gate_up(x: jax.Array, w: jax.Array, *, blocks: int) -> tuple[jax.Array, jax.Array]:
+        calls.append("gate_up")
+        u = jnp.einsum("mh,hpf->mpf", x, w)
+        return u, u[:, 0] * jax.nn.sigmoid(u[:, 0]) * u[:, 1]
+
+    def d_gate_up(d_out: jax.Array, w: jax.Array, u: jax.Array, *, blocks: int) -> jax.Array:
+        calls.append("d_gate_up")
+        _, vjp = jax.vjp(lambda u: u[:, 0] * jax.nn.sigmoid(u[:, 0]) * u[:, 1], u)
+        return vjp(d_out @ w.T)[0]
+
+    monkeypatch.setattr(gated_mlp, "hopper_gate_up", gate_up)
+    monkeypatch.setattr(gated_mlp, "hopper_d_gate_up", d_gate_up)
+    monkeypatch.setattr(gated_mlp, "multiprocessors", lambda: 1)
+    return calls
+
+
+def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return draw(2, 3, HIDDEN), draw(HIDDEN, 2, INNER), draw(INNER, HIDDEN), draw(2, 3, HIDDEN)
+
+
+def by_hand(x: Any, up: Any, down: Any, g: Any) -> tuple[np.ndarray, ...]:
+    """Result and gradients in fp64, by the chain rule."""
+    x, g = (a.reshape(TOKENS, HIDDEN).astype(np.float64) for a in (x, g))
+    gate, value = x @ up[:, 0], x @ up[:, 1]
+    act, sigmoid = silu(gate) * value, 1 / (1 + np.exp(-gate))
+    d_act = g @ down.T
+    d_gate = d_act * value * sigmoid * (1 + gate * (1 - sigmoid))
+    d_value = d_act * silu(gate)
+    d_x = d_gate @ up[:, 0].T + d_value @ up[:, 1].T
+    d_up = np.stack([x.T @ d_gate, x.T @ d_value], axis=1)
+    return (act @ down).reshape(2, 3, HIDDEN), d_x.reshape(2, 3, HIDDEN), d_up, act.T @ g
+
+
+POLICIES = {
+    "kept": (None, ["gate_up", "d_gate_up"]),
+    "full": (recompute_all(drop_gathered=False), ["gate_up", "gate_up", "d_gate_up"]),
+    "both named": (
+        by_name({"mlp_up": "recompute", "mlp_act": "recompute"}, drop_gathered=False),
+        ["gate_up", "gate_up", "d_gate_up"],
+    ),
+    "named, kept": (by_name({"qkv": "recompute"}, drop_gathered=False), ["gate_up", "d_gate_up"]),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_result_and_gradients_are_those_by_hand(name: str, counted: list[str]) -> None:
+    policy, expected_calls = POLICIES[name]
+    x, up, down, g = operands()
+    mlp = gated_mlp.gated_mlp
+    if policy is not None:
+        mlp = jax.checkpoint(mlp, policy=policy, prevent_cse=False)
+    y, vjp = jax.vjp(mlp, *(jnp.asarray(a) for a in (x, up, down)))
+    for actual, expected in zip((y, *vjp(jnp.asarray(g))), by_hand(x, up, down, g), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
+    program = str(jax.make_jaxpr(lambda *a: jax.vjp(mlp, *a)[1](jnp.asarray(g)))(x, up, down))
+    # what runs: products of [6, 5] and [5, 2, 4], which only gate_up makes
+    assert program.count("f32[6,2,4] = dot_general") == expected_calls.count("gate_up")
+
+
+FITTING = GatedMlpSpec(256, 4096, 14336, "swiglu", False, "bfloat16")
+REFUSED = [
+    ({"dtype": "fp8"}, {}, "this MLP is in fp8"),
+    ({"dtype": "float32"}, {}, "this MLP is in float32"),
+    ({"activation": "geglu"}, {}, "this MLP is geglu"),
+    ({"bias": True}, {}, "swiglu with biases"),
+    ({"tokens": 384}, {}, "tokens must be a multiple of 256, and here is 384"),
+    ({"inner": 640}, {}, "inner width must be a multiple of 256, and here is 640"),
+    ({"hidden": 4000}, {}, "hidden size must be a multiple of 64, and here is 4000"),
+    ({"hidden": 192}, {}, "at least 256, and is 192"),
+    ({}, {"platform": "cpu"}, "this is a cpu"),
+    ({}, {"recomputed": frozenset({"mlp_act"})}, "computes mlp_act again and keeps mlp_up"),
+]
+
+
+class Hopper:
+    compute_capability = "9.0"
+
+
+class Ampere:
+    compute_capability = "8.0"
+
+
+@pytest.mark.parametrize("spec,settings,reason", REFUSED, ids=lambda v: str(v)[:40])
+def test_what_it_does_not_compute_is_refused_or_left_to_xla(
+    spec: dict[str, Any], settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
+    kernels = GatedMlpKernels(**{"name": "mosaic_gpu", "platform": "gpu", "devices": 1, **settings})
+    fitting = dataclasses.replace(kernels, platform="gpu", recomputed=frozenset())
+    assert fitting.use(FITTING)
+    with pytest.raises(ConfigError, match=f"gated_mlp_backend=mosaic_gpu.*{reason}.*auto or xla"):
+        kernels.use(dataclasses.replace(FITTING, **spec))
+    automatic = dataclasses.replace(kernels, name="auto")
+    assert not automatic.use(dataclasses.replace(FITTING, **spec))
+
+
+def test_it_is_chosen_on_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
+    one, several = (GatedMlpKernels("auto", "gpu", devices) for devices in (1, 4))
+    assert one.use(FITTING)
+    assert not several.use(FITTING)
+    assert dataclasses.replace(several, name="mosaic_gpu").use(FITTING)
+    assert not dataclasses.replace(one, name="xla").use(FITTING)
+    monkeypatch.setattr(jax, "devices", lambda: [Ampere()])
+    assert not one.use(FITTING)
+    with pytest.raises(ConfigError, match="this GPU has 8.0"):
+        dataclasses.replace(one, name="mosaic_gpu").use(FITTING)
