@@ -14,7 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
+from jaxtron.kernels.grouped_matmul_spec import (
+    Fp8GroupedMatmul,
+    GroupedMatmulSpec,
+    RowKernels,
+    add_gradient,
+)
 
 BUCKETS = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 """Group sizes relative to balanced loads."""
@@ -46,6 +51,12 @@ class BucketedGroupedMatmul:
     def __call__(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """See :class:`GroupedMatmul`."""
         return _matmul(rows, weights, sizes, self.sizes)
+
+    def add_rows_times_rows(
+        self, total: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        """See :class:`GroupedMatmul`."""
+        return add_gradient(self, total, a, b, sizes)
 
 
 def _switch(

@@ -26,7 +26,8 @@ COLUMN_TILE = 128
 """Widths must be multiples of this; tiles are twice as wide where the width allows it."""
 DEPTH = 64  # of a step along the contracted dimension: one swizzled line of bf16
 STAGES = 4  # steps in shared memory at a time
-EPILOGUE = 64  # columns and rows that leave registers at once
+EPILOGUE = 64  # rows that leave registers at once
+LINE = 128  # bytes of a row of them: one swizzled line
 CONSUMERS = 2  # warpgroups that multiply
 BAND = 8  # tiles of rows that are worked on side by side, so that weights stay in the L2 cache
 
@@ -78,6 +79,7 @@ class Matmul:
         blocks: shapes of a step's operands.
         maps: their index maps.
         multiply: ``(accumulator, a, b, warpgroup)``.
+        adds: the product is added to what stands there, in fp32; otherwise it is written in bf16.
     """
 
     bits = 16  # of an operand's number
@@ -89,10 +91,14 @@ class Matmul:
         blocks: tuple[tuple[int, int], tuple[int, int]],
         maps: tuple[Callable[..., Any], Callable[..., Any]],
         multiply: Callable[..., None],
+        adds: bool = False,
     ) -> None:
         self.tile, self.split, self.blocks, self.maps = tile, split, blocks, maps
         self.part = tuple(n // CONSUMERS if d == split else n for d, n in enumerate(tile))
         self.multiply = multiply
+        self.adds = adds
+        self.dtype = jnp.dtype(jnp.float32 if adds else jnp.bfloat16)
+        self.piece = EPILOGUE, LINE // self.dtype.itemsize
 
     def pipeline(self, steps: Any, body: Any, context: Any) -> Any:
         """``body`` for ``steps`` blocks of the operands, which one warpgroup copies ahead."""
@@ -119,9 +125,8 @@ class Matmul:
         plgpu = plgpu_module()
         nothing = lambda *_, **__: None  # noqa: E731
         allocations = self.pipeline(STAGES, nothing, nothing).get_allocations(a, b)
-        slots = plgpu.SMEM(
-            (CONSUMERS, 2, EPILOGUE, EPILOGUE), jnp.bfloat16, transforms=_transforms(EPILOGUE, 16)
-        )
+        transforms = _transforms(self.piece[1], 8 * self.dtype.itemsize)
+        slots = plgpu.SMEM((CONSUMERS, 2, *self.piece), self.dtype, transforms=transforms)
 
         def run(allocations: Any, slots: Any) -> None:
             body(functools.partial(self.product, allocations, slots))
@@ -137,7 +142,7 @@ class Matmul:
         def context(evaluate: Callable[[Any], Any]) -> None:
             def accumulated(accumulator: Any) -> None:
                 evaluate(accumulator)
-                self.store(accumulator[...].astype(jnp.bfloat16), slots, out, warpgroup)
+                self.store(accumulator[...].astype(self.dtype), slots, out, warpgroup)
 
             pl.run_scoped(accumulated, plgpu.ACC(self.part, jnp.float32))
 
@@ -149,22 +154,21 @@ class Matmul:
         self.pipeline(steps, step, context)(a, b, allocations=allocations)
 
     def store(self, values: Any, slots: Any, out: Any, warpgroup: Any) -> None:
-        """Write a warpgroup's part of the tile through two slots of shared memory."""
+        """Write or add a warpgroup's part of the tile through two slots of shared memory."""
         plgpu = plgpu_module()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         first = [warpgroup * n if d == self.split else 0 for d, n in enumerate(self.part)]
+        rows, columns = self.piece
         pieces = [
-            (i, j)
-            for i in range(0, self.part[0], EPILOGUE)
-            for j in range(0, self.part[1], EPILOGUE)
+            (i, j) for i in range(0, self.part[0], rows) for j in range(0, self.part[1], columns)
         ]
         for number, (i, j) in enumerate(pieces):
             slot = slots.at[warpgroup, number % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            slot[...] = values[i : i + EPILOGUE, j : j + EPILOGUE]
+            slot[...] = values[i : i + rows, j : j + columns]
             plgpu.commit_smem()
-            where = pl.ds(first[0] + i, EPILOGUE), pl.ds(first[1] + j, EPILOGUE)
-            plgpu.copy_smem_to_gmem(slot, out.at[where])
+            where = pl.ds(first[0] + i, rows), pl.ds(first[1] + j, columns)
+            plgpu.copy_smem_to_gmem(slot, out.at[where], reduction_op="add" if self.adds else None)
 
 
 def kernel_of(body: Any, shape: Any, blocks: int) -> Any:
@@ -248,17 +252,21 @@ def rows_times_weights(
 
 
 @functools.partial(jax.jit, static_argnames=("blocks",))
-def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int) -> jax.Array:
+def rows_times_rows(
+    a: jax.Array, b: jax.Array, sizes: jax.Array, total: jax.Array | None = None, *, blocks: int
+) -> jax.Array:
     """``out[group] = a[rows of group].T @ b[rows of group]``; zero for an empty group.
 
     Args:
         a: bf16 ``[M, K]``, groups aligned to :data:`ROW_TILE`, filled up with zero rows.
         b: bf16 ``[M, N]``.
         sizes: int32 ``[groups]``, rows of each group.
+        total: fp32 ``[groups, K, N]``, to which the product is added unrounded, in place where
+            nobody else reads it.
         blocks: thread blocks, one a multiprocessor.
 
     Returns:
-        bf16 ``[groups, K, N]``.
+        bf16 ``[groups, K, N]``, or the sum in fp32.
     """
     plgpu = plgpu_module()
     width_a, width_b = a.shape[1], b.shape[1]
@@ -277,6 +285,7 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
         blocks=((DEPTH, COLUMN_TILE), (DEPTH, column_tile)),
         maps=(lambda k: (k, 0), lambda k: (k, 0)),
         multiply=multiply,
+        adds=total is not None,
     )
 
     def grouped_gemm_of_rows(starts: Any, steps: Any, a: Any, b: Any, out: Any) -> None:
@@ -289,12 +298,16 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
                 rows = pl.ds(pl.multiple_of(starts[group], ROW_TILE), a.shape[0])
                 where = pl.ds(row * COLUMN_TILE, COLUMN_TILE)
                 across = pl.ds(column * column_tile, column_tile)
-                product(
-                    a.at[rows, where],
-                    b.at[rows, across],
-                    out.at[group].at[where, across],
-                    steps[group],
-                )
+
+                def tile() -> None:
+                    product(
+                        a.at[rows, where],
+                        b.at[rows, across],
+                        out.at[group].at[where, across],
+                        steps[group],
+                    )
+
+                pl.when(total is None or steps[group] > 0)(tile)
 
             lax.fori_loop(0, share(groups * down * columns, blocks), one, None)
 
@@ -303,7 +316,13 @@ def rows_times_rows(a: jax.Array, b: jax.Array, sizes: jax.Array, *, blocks: int
     tiles = (sizes + ROW_TILE - 1) // ROW_TILE
     starts = (jnp.cumsum(tiles) - tiles) * ROW_TILE
     steps = (sizes + DEPTH - 1) // DEPTH
-    shape = jax.ShapeDtypeStruct((groups, width_a, width_b), a.dtype)
-    kernel = kernel_of(grouped_gemm_of_rows, shape, blocks)
-    result: jax.Array = kernel(starts.astype(jnp.int32), steps.astype(jnp.int32), a, b)
+    operands = starts.astype(jnp.int32), steps.astype(jnp.int32), a, b
+    result: jax.Array
+    if total is None:
+        shape = jax.ShapeDtypeStruct((groups, width_a, width_b), a.dtype)
+        result = kernel_of(grouped_gemm_of_rows, shape, blocks)(*operands)
+    else:
+        sums = jax.new_ref(total)
+        kernel_of(grouped_gemm_of_rows, (), blocks)(*operands, sums)
+        result = jax.freeze(sums)
     return result

@@ -84,6 +84,12 @@ class MosaicGroupedMatmul:
         """See :class:`GroupedMatmul`."""
         return _matmul(rows, weights, sizes)
 
+    def add_rows_times_rows(
+        self, total: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        """See :class:`GroupedMatmul`."""
+        return rows_times_rows(a, b, sizes, total, blocks=multiprocessors())
+
 
 def _weighted(rows: jax.Array, weights: jax.Array, sizes: jax.Array, transposed: bool) -> jax.Array:
     return rows_times_weights(rows, weights, sizes, transposed=transposed, blocks=multiprocessors())

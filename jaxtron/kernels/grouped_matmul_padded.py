@@ -3,7 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
+from jaxtron.kernels.grouped_matmul_spec import (
+    Fp8GroupedMatmul,
+    GroupedMatmulSpec,
+    RowKernels,
+    add_gradient,
+)
 
 
 class PaddedGroupedMatmul:
@@ -33,3 +38,9 @@ class PaddedGroupedMatmul:
         """See :class:`GroupedMatmul`."""
         groups = rows.reshape(weights.shape[0], -1, rows.shape[-1])
         return jnp.einsum("gmk,gkn->gmn", groups, weights).reshape(-1, weights.shape[-1])
+
+    def add_rows_times_rows(
+        self, total: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        """See :class:`GroupedMatmul`."""
+        return add_gradient(self, total, a, b, sizes)

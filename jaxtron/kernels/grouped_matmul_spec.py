@@ -130,3 +130,27 @@ class GroupedMatmul(Protocol):
             the last group may hold anything. The gradient of an empty group's weights is exactly
             zero.
         """
+
+    def add_rows_times_rows(
+        self, total: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        """``total + a[rows of group].T @ b[rows of group]``: the gradient of weights, added up.
+
+        Args:
+            total: fp32 ``[groups, K, N]``.
+            a: ``[M, K]``, laid out and filled up like ``rows`` of a product.
+            b: ``[M, N]``, its result's gradient.
+            sizes: int32 ``[groups]``.
+
+        Returns:
+            fp32; exactly ``total`` for an empty group.
+        """
+
+
+def add_gradient(
+    kernel: GroupedMatmul, total: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    """:meth:`GroupedMatmul.add_rows_times_rows` of a gradient that is made first."""
+    weights = jnp.zeros(total.shape, a.dtype)  # the product is linear in them: no values are read
+    (gradient,) = jax.vjp(lambda w: kernel(a, w, sizes), weights)[1](b)
+    return total + gradient.astype(total.dtype)

@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtron.kernels.grouped_matmul_spec import Fp8GroupedMatmul, GroupedMatmulSpec, RowKernels
+from jaxtron.kernels.grouped_matmul_spec import (
+    Fp8GroupedMatmul,
+    GroupedMatmulSpec,
+    RowKernels,
+    add_gradient,
+)
 
 
 class XlaFp8GroupedMatmul:
@@ -54,3 +59,9 @@ class XlaGroupedMatmul:
     def __call__(self, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
         """See :class:`GroupedMatmul`."""
         return lax.ragged_dot(rows, weights, sizes)
+
+    def add_rows_times_rows(
+        self, total: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array
+    ) -> jax.Array:
+        """See :class:`GroupedMatmul`."""
+        return add_gradient(self, total, a, b, sizes)

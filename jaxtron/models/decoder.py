@@ -22,6 +22,7 @@ from jaxtron.layers.transformer_layer import TransformerLayer
 from jaxtron.models.config import ModelConfig
 from jaxtron.models.layer_pattern import layer_name
 from jaxtron.models.model import Fetch, Params
+from jaxtron.parallel.gradient_sum import use_in_layers, used_once
 
 
 class Output(nnx.Module):
@@ -76,8 +77,9 @@ class Decoder:
     Attributes:
         products: per weight of a layer (``attention/query``) that goes through
             :func:`jaxtron.layers.linear.linear`, its product.
-        sums_itself: paths of the weights whose gradients it adds to the step's sums when they come
-            as :class:`jaxtron.parallel.gradient_sum.SummedWeight`: those that it uses once.
+        sums_itself: names of the weights whose gradients it adds to the step's sums when they come
+            as :class:`jaxtron.parallel.gradient_sum.SummedWeight`: those that it uses once, of the
+            layers' those of experts.
         layer_class: module of a layer, constructed as ``layer_class(config, rngs)`` and called as
             ``layer(x, inputs, number)``; a subclass may set another.
     """
@@ -133,6 +135,9 @@ class Decoder:
                     self.products["/".join(within)] = metadata["product"]
                 node[str(path[-1])] = ("layers", *logical) if stack else logical
             _insert(self.logical, part, names)
+        self.sums_itself += tuple(
+            f"layers/{name}" for name, product in self.products.items() if product.experts
+        )
 
     def _stacked_layer(self, experts: bool, rngs: nnx.Rngs) -> Any:
         """A layer of the block that repeats."""
@@ -223,7 +228,7 @@ class Decoder:
             remat: what the backward pass computes again.
         """
         inputs = _selective(inputs, remat)
-
+        use_in_layers(layers)
         size = len(self._block)
 
         def layer(i: int, x: jax.Array, weights: Params, number: LayerNumber) -> LayerOutput:
@@ -231,9 +236,10 @@ class Decoder:
             if size > 1:
                 weights = weights[layer_name(i)]
                 place.append(sum(self.config.layer_block[:i]))
-            module = nnx.merge(self._graphs[part], fetch(part, weights))
             own = _of_layer(inputs, *place) if self.config.layer_block[i] else inputs
-            return module(x, own, number * size + i + len(self._dense))
+            with used_once(weights) as weights:
+                module = nnx.merge(self._graphs[part], fetch(part, weights))
+                return module(x, own, number * size + i + len(self._dense))
 
         block = [functools.partial(layer, i) for i in range(size)]
         return run_layers(block, x, layers, remat, first)

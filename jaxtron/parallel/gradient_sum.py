@@ -1,7 +1,8 @@
 """Sums of gradients over a step's microbatches."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,28 @@ from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Weight, is_fp8, is_fp8_
 
 
 class Uses:
-    """How many operations of a trace have used a weight."""
+    """How many operations of a trace have used a weight.
 
-    count = 0
+    Attributes:
+        name: of the weight, as the model's ``sums_itself`` spells it.
+        count: see above.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.count = 0
+
+    def check(self) -> None:
+        """See that it was one.
+
+        Raises:
+            ValueError: it was not, and the sum is wrong.
+        """
+        if self.count != 1:
+            raise ValueError(
+                f"the model's sums_itself names {self.name}, whose gradient's sum is right only if "
+                f"one operation uses that weight, and {self.count} do: leave it out of sums_itself"
+            )
 
 
 @functools.partial(
@@ -25,14 +45,16 @@ class SummedWeight:
     """A weight whose gradient is added to the step's sum by what uses the weight.
 
     A microbatch has few of the vocabulary's words, and the output layer adds a chunk of tokens to
-    the next anyway: so its gradient, as large as the weight, is never made for itself.
+    the next anyway; experts have few tokens for each of their weights: so its gradient, as large as
+    the weight, is never made for itself.
 
     Attributes:
-        weight: ``[rows, h]``, as copied for compute.
-        total: fp32 ``[rows, h]``, the sum so far. It is what is differentiated, and its cotangent
-            is the sum afterwards, with an objective whose own cotangent is 1. So exactly one
-            operation may use the weight (:func:`check_uses`).
-        uses: operations that have.
+        weight: as copied for compute.
+        total: fp32 of the same shape, the sum so far. It is what is differentiated, and its
+            cotangent is the sum afterwards, with an objective whose own cotangent is 1. So exactly
+            one operation may use the weight (:func:`check_uses`).
+        uses: operations that have; layers of an unrolled loop share it, so that they are traced
+            once for all.
     """
 
     weight: jax.Array
@@ -46,7 +68,7 @@ class SummedWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """``[rows, h]``."""
+        """Of the weight."""
         return self.weight.shape
 
 
@@ -84,50 +106,85 @@ def with_trainable(copies: Any, part: Any) -> Any:
     return jax.tree.map(put, copies, part, is_leaf=_is_weight)
 
 
-def _put(tree: Any, path: str, value: Any) -> Any:
-    """``tree`` with the entry at ``embedding/word`` replaced."""
-    name, _, rest = path.partition("/")
-    return {**tree, name: _put(tree[name], rest, value) if rest else value}
-
-
-def _get(tree: Any, path: str) -> Any:
-    return functools.reduce(lambda node, name: node[name], path.split("/"), tree)
+def _name(path: Any) -> str:
+    """``layers/moe/experts/up`` of a leaf, also of one in a list of layers."""
+    named = [entry for entry in path if not isinstance(entry, jax.tree_util.SequenceKey)]
+    return jax.tree_util.keystr(tuple(named), simple=True, separator="/")
 
 
 def with_sums(copies: Any, total: Any, summed: Sequence[str]) -> Any:
-    """``copies`` in which the weights at the paths ``summed`` carry their gradients' sums."""
-    for path in summed:
-        weight = SummedWeight(_get(copies, path), _get(total, path), Uses())
-        copies = _put(copies, path, weight)
+    """``copies`` in which the weights named ``summed`` carry their gradients' sums.
+
+    Those in FP8 do not.
+
+    Raises:
+        ValueError: there is no weight of such a name.
+    """
+    uses = {name: Uses(name) for name in summed}
+    missing = set(summed)
+
+    def put(path: Any, w: Any, t: Any) -> Any:
+        name = _name(path)
+        missing.discard(name)
+        return SummedWeight(w, t, uses[name]) if name in uses and not is_fp8(w) else w
+
+    copies = jax.tree.map_with_path(put, copies, total, is_leaf=is_fp8)
+    if missing:
+        raise ValueError(
+            f"the model's sums_itself names {', '.join(sorted(missing))}, but it has no such weight"
+        )
     return copies
 
 
-def check_uses(copies: Any, summed: Sequence[str]) -> None:
-    """See that an objective of :func:`with_sums` has used each of the weights ``summed`` once.
+def _summed(tree: Any) -> list[SummedWeight]:
+    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_summed) if is_summed(leaf)]
+
+
+def check_uses(copies: Any) -> None:
+    """See that an objective of :func:`with_sums` has used each weight that carries a sum once.
 
     Raises:
         ValueError: it has not, and the sums are wrong.
     """
-    for path in summed:
-        count = _get(copies, path).uses.count
-        if count != 1:
-            raise ValueError(
-                f"the model's sums_itself names {path}, whose gradient's sum is right only if one "
-                f"operation uses that weight, and {count} do: leave it out of sums_itself"
-            )
+    for weight in _summed(copies):
+        weight.uses.check()
+
+
+def use_in_layers(layers: Any) -> None:
+    """Count a use of the weights of layers, each of which is about to run once.
+
+    What a layer does with them is checked when it is traced (:func:`used_once`), which may be once
+    for all.
+    """
+    for uses in {weight.uses for weight in _summed(layers)}:
+        uses.count += 1
+
+
+@contextlib.contextmanager
+def used_once(weights: Any) -> Iterator[Any]:
+    """A layer's weights, and at the end a check that each with a sum was used once.
+
+    Raises:
+        ValueError: it was not, and the sums are wrong.
+    """
+    weights = jax.tree.map(
+        lambda w: SummedWeight(w.weight, w.total, Uses(w.uses.name)) if is_summed(w) else w,
+        weights,
+        is_leaf=_is_weight,
+    )
+    yield weights
+    check_uses(weights)
 
 
 def accumulate(total: Any, grads: Any, summed: Sequence[str] = ()) -> Any:
     """Sum of microbatches' gradients in the dtype of ``total``; maximum of what was measured.
 
-    At the paths ``summed`` the gradients are the sums already (:func:`with_sums`).
+    Gradients named ``summed`` are the sums already (:func:`with_sums`).
     """
 
     def add(path: Any, t: Any, g: Any) -> Any:
-        if jax.tree_util.keystr(path, simple=True, separator="/") in summed:
-            return g
         if not is_fp8_gradient(t):
-            return t + g.astype(t.dtype)
+            return g if _name(path) in summed else t + g.astype(t.dtype)
         amax = None if t.amax is None else jnp.maximum(t.amax, g.amax)
         return Fp8Gradient(t.weight + g.weight.astype(t.weight.dtype), amax)
 

@@ -60,7 +60,7 @@ class GradientPlan:
         accumulate_dtype: dtype of gradient sums over microbatches.
         unroll: whether the layer loop is unrolled; copies then hold a list of layers.
         fp8: FP8 in the layers, or None.
-        sums_itself: paths (``embedding/word``) of weights whose gradients the model can add to
+        sums_itself: names (``embedding/word``) of weights whose gradients the model can add to
             the step's sums itself (:class:`jaxtron.parallel.gradient_sum.SummedWeight`).
     """
 
@@ -75,13 +75,17 @@ class GradientPlan:
 
     @property
     def summed(self) -> tuple[str, ...]:
-        """Paths of weights whose gradients are added to the step's sums where they arise.
+        """Names of weights whose gradients are added to the step's sums where they arise.
 
         None where a microbatch's gradients are scattered before they are added, or sums are not
-        fp32: a word that comes hundreds of times would stop counting.
+        fp32: a word that comes hundreds of times would stop counting. None of the layers in a scan,
+        which would copy a layer's sum out of the stack and back.
         """
-        fp32 = self.accumulate_dtype == jnp.float32
-        return self.sums_itself if fp32 and self._scatters_at_the_end else ()
+        if self.accumulate_dtype != jnp.float32 or not self._scatters_at_the_end:
+            return ()
+        return tuple(
+            name for name in self.sums_itself if self.unroll or not name.startswith("layers/")
+        )
 
     @property
     def gathers_in_layer(self) -> bool:
@@ -234,7 +238,7 @@ class Sequential:
                 has_aux=True,
             )
             g, reports = gradient(trainable(weights))
-            check_uses(weights, () if total is None else plan.summed)
+            check_uses(weights)
             return plan.after_microbatch(g, layouts), reports
 
         first = jax.tree.map(lambda a: a[0], microbatches)

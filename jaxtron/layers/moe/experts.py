@@ -11,6 +11,7 @@ from jaxtron.kernels.grouped_matmul_spec import GroupedMatmul
 from jaxtron.layers.activation import activate
 from jaxtron.layers.parameter import Product, normal
 from jaxtron.models.config import ModelConfig
+from jaxtron.parallel.gradient_sum import SummedWeight
 from jaxtron.precision.fp8_experts import fp8_experts
 from jaxtron.precision.fp8_weight import Fp8Weight
 
@@ -86,34 +87,61 @@ def _activated(
 
 
 def _multiply(
-    rows: jax.Array, weight: jax.Array | Fp8Weight, sizes: jax.Array, kernel: GroupedMatmul
+    rows: jax.Array,
+    weight: jax.Array | Fp8Weight | SummedWeight,
+    sizes: jax.Array,
+    kernel: GroupedMatmul,
 ) -> jax.Array:
     if isinstance(weight, Fp8Weight):
         return fp8_experts(rows, weight, sizes, kernel)
-    return _product(rows, weight, sizes, kernel)
+    if isinstance(weight, SummedWeight):
+        return _product(rows, *weight.take(), sizes, kernel)
+    return _product(rows, weight, None, sizes, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _matrices(weight: jax.Array) -> jax.Array:
+    """``weight [experts, K, ...]`` with its output dimensions in one."""
+    return weight.reshape(*weight.shape[:2], -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _product(
-    rows: jax.Array, weight: jax.Array, sizes: jax.Array, kernel: GroupedMatmul
+    rows: jax.Array,
+    weight: jax.Array,
+    total: jax.Array | None,
+    sizes: jax.Array,
+    kernel: GroupedMatmul,
 ) -> jax.Array:
     """Rows times their expert's ``weight [experts, K, ...]``, output dimensions in one.
+
+    With ``total``, a sum of gradients like the weight, the weight's gradient is added to that.
 
     The backward pass keeps the weight as it came: the pipeline executor knows weights among a
     microbatch's residuals by identity, and would keep a reshaped one for every microbatch.
     """
-    return kernel(rows, weight.reshape(*weight.shape[:2], -1), sizes)
+    return kernel(rows, _matrices(weight), sizes)
 
 
-def _forward(rows: jax.Array, weight: jax.Array, sizes: jax.Array, kernel: GroupedMatmul) -> Any:
-    return _product(rows, weight, sizes, kernel), (rows, weight, sizes)
+def _forward(
+    rows: jax.Array,
+    weight: jax.Array,
+    total: jax.Array | None,
+    sizes: jax.Array,
+    kernel: GroupedMatmul,
+) -> Any:
+    return _product(rows, weight, total, sizes, kernel), (rows, weight, total, sizes)
 
 
 def _backward(kernel: GroupedMatmul, residuals: Any, g: jax.Array) -> Any:
-    rows, weight, sizes = residuals
+    rows, weight, total, sizes = residuals
     # both products are linear in what they are differentiated by: the forward one is not run again
-    _, vjp = jax.vjp(lambda r, w: kernel(r, w.reshape(*w.shape[:2], -1), sizes), rows, weight)
-    return *vjp(g), None
+    _, vjp = jax.vjp(lambda r, w: kernel(r, _matrices(w), sizes), rows, weight)
+    d_rows, d_weight = vjp(g)
+    if total is None:
+        return d_rows, d_weight, None, None
+    # XLA leaves d_weight out
+    added = kernel.add_rows_times_rows(_matrices(total), rows, g, sizes)
+    return d_rows, None, added.reshape(total.shape), None
 
 
 _product.defvjp(_forward, _backward)

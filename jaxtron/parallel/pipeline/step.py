@@ -419,15 +419,15 @@ class Step:
     ) -> tuple[Callable[..., Any], Any, list[str]]:
         """``function`` of the parts other than layers, as one of what it is differentiated by.
 
-        That comes next, and the paths of the weights of ``part`` whose gradients are sums out of
+        That comes next, and the names of the weights of ``part`` whose gradients are sums out of
         ``total``. Only ``part``'s, which ``function`` uses: what it does not use has gradient zero.
         """
-        summed = [path for path in self.plan.summed if path.startswith(f"{part}/")]
+        summed = [name for name in self.plan.summed if name.startswith(f"{part}/")]
         rest = with_sums(self.rest, total, summed)
 
         def of_trained(trained: Any, *arguments: Any) -> Any:
             value = function(with_trainable(rest, trained), *arguments)
-            check_uses(rest, summed)
+            check_uses(rest)
             return value
 
         return of_trained, trainable(rest), summed
