@@ -26,6 +26,7 @@ COLUMN_TILE = 128
 """Widths must be multiples of this; tiles are twice as wide where the width allows it."""
 DEPTH = 64  # of a step along the contracted dimension: one swizzled line of bf16
 STAGES = 4  # steps in shared memory at a time
+SLOTS = 2  # pieces of a warpgroup's result there at a time
 EPILOGUE = 64  # rows that leave registers at once
 LINE = 128  # bytes of a row of them: one swizzled line
 CONSUMERS = 2  # warpgroups that multiply
@@ -126,7 +127,7 @@ class Matmul:
         nothing = lambda *_, **__: None  # noqa: E731
         allocations = self.pipeline(STAGES, nothing, nothing).get_allocations(a, b)
         transforms = _transforms(self.piece[1], 8 * self.dtype.itemsize)
-        slots = plgpu.SMEM((CONSUMERS, 2, *self.piece), self.dtype, transforms=transforms)
+        slots = plgpu.SMEM((CONSUMERS, SLOTS, *self.piece), self.dtype, transforms=transforms)
 
         def run(allocations: Any, slots: Any) -> None:
             body(functools.partial(self.product, allocations, slots))
@@ -154,7 +155,7 @@ class Matmul:
         self.pipeline(steps, step, context)(a, b, allocations=allocations)
 
     def store(self, values: Any, slots: Any, out: Any, warpgroup: Any) -> None:
-        """Write or add a warpgroup's part of the tile through two slots of shared memory."""
+        """Write or add a warpgroup's part of the tile through slots of shared memory."""
         plgpu = plgpu_module()
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         first = [warpgroup * n if d == self.split else 0 for d, n in enumerate(self.part)]
@@ -163,8 +164,8 @@ class Matmul:
             (i, j) for i in range(0, self.part[0], rows) for j in range(0, self.part[1], columns)
         ]
         for number, (i, j) in enumerate(pieces):
-            slot = slots.at[warpgroup, number % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            slot = slots.at[warpgroup, number % SLOTS]
+            plgpu.wait_smem_to_gmem(SLOTS - 1, wait_read_only=True)
             slot[...] = values[i : i + rows, j : j + columns]
             plgpu.commit_smem()
             where = pl.ds(first[0] + i, rows), pl.ds(first[1] + j, columns)

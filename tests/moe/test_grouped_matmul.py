@@ -54,6 +54,30 @@ def test_products_and_gradients_are_those_of_a_loop(name: str, sizes: tuple[int,
     assert not np.any(np.asarray(d_w)[np.asarray(sizes) == 0]), "empty groups: exactly zero"
 
 
+@pytest.mark.parametrize("sizes", [(16, 16, 16, 16), (3, 0, 20, 7), (0, 0, 0, 0)])
+@pytest.mark.parametrize("name", ["xla", "bucketed", "padded"])
+def test_gradients_of_weights_are_added_to_a_sum(name: str, sizes: tuple[int, ...]) -> None:
+    kernel = choose_grouped_matmul(name, spec(most=16 if name == "padded" else None), "cpu")
+    rng = np.random.default_rng(0)
+    sizes = tuple(min(n, 16) for n in sizes) if kernel.strided else sizes
+    starts = np.arange(GROUPS) * 16 if kernel.strided else np.cumsum((0, *sizes))
+    a, b = np.zeros((ROWS, INNER), np.float32), np.zeros((ROWS, OUTER), np.float32)
+    total = rng.normal(size=(GROUPS, INNER, OUTER)).astype(np.float32)
+    expected = total.astype(np.float64)
+    for e, size in enumerate(sizes):
+        rows = slice(starts[e], starts[e] + size)
+        a[rows], b[rows] = rng.normal(size=(size, INNER)), rng.normal(size=(size, OUTER))
+        for row in range(starts[e], starts[e] + size):
+            expected[e] += np.outer(a[row], b[row])
+    actual = kernel.add_rows_times_rows(
+        jnp.asarray(total), jnp.asarray(a), jnp.asarray(b), jnp.asarray(sizes, jnp.int32)
+    )
+    assert actual.dtype == jnp.float32
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    idle = np.asarray(sizes) == 0
+    np.testing.assert_array_equal(np.asarray(actual)[idle], total[idle])
+
+
 def test_padded_products_are_batched_over_equal_strides() -> None:
     kernel = choose_grouped_matmul("padded", spec(most=16), "cpu")
     assert kernel.strided

@@ -46,6 +46,32 @@ def test_products_and_gradients_are_those_of_every_expert(sizes: tuple[int, ...]
 
 
 @pytest.mark.parametrize("sizes", LOADS, ids=str)
+def test_gradients_of_weights_are_added_to_a_sum(sizes: tuple[int, ...]) -> None:
+    """In fp32, and to the sum of an expert without rows nothing."""
+    spec = GroupedMatmulSpec(SLOTS, GROUPS, INNER, OUTER, jnp.dtype(jnp.bfloat16), 256, None)
+    kernel = choose_grouped_matmul("mosaic_gpu", spec, "gpu")
+    rng, starts = np.random.default_rng(0), starts_of(sizes, kernel.row_tile)
+    used = np.zeros((SLOTS, 1))
+    for start, size in zip(starts, sizes, strict=False):
+        used[start : start + size] = 1
+    a = jnp.asarray(rng.normal(size=(SLOTS, INNER)) * used, jnp.bfloat16)
+    b = jnp.asarray(rng.normal(size=(SLOTS, OUTER)) * used, jnp.bfloat16)
+    total = rng.normal(size=(GROUPS, INNER, OUTER)).astype(np.float32)
+    counts = jnp.array(sizes, jnp.int32)
+    add = jax.jit(kernel.add_rows_times_rows, donate_argnums=0)
+    actual = np.asarray(add(add(jnp.asarray(total), a, b, counts), a, b, counts))
+    a, b = (np.asarray(each.astype(jnp.float32), np.float64) for each in (a, b))
+    for e, size in enumerate(sizes):
+        rows = slice(starts[e], starts[e + 1])
+        if size == 0:
+            np.testing.assert_array_equal(actual[e], total[e])
+        # of fp32 sums, where one of bf16 products would be off by 2**-9 of them
+        scale = np.abs(total[e]) + 2 * np.abs(a[rows]).T @ np.abs(b[rows])
+        error = np.abs(actual[e] - (total[e] + 2 * a[rows].T @ b[rows]))
+        assert np.all(error <= 2**-18 * scale)
+
+
+@pytest.mark.parametrize("sizes", LOADS, ids=str)
 def test_fp8_products_are_those_of_every_expert(sizes: tuple[int, ...]) -> None:
     """All operands are positive, so that an accumulator of few bits would lose part of the sum."""
     spec = GroupedMatmulSpec(SLOTS, GROUPS, INNER, OUTER, jnp.dtype(jnp.bfloat16), 256, None, True)
