@@ -69,7 +69,8 @@ def gradients(config: Any, model: Any) -> dict[str, np.ndarray]:
     program = Program(config, devices_of(config), model=model(config.model))
     params = jax.device_put(random_params(program), program.state_shardings["params"])
     batch = rows_of(program, make_batch(config))
-    grads = jax.jit(program.loss_and_gradients)(params, batch)[1]
+    _, _, grads = jax.jit(program.loss_and_gradients)(params, batch)
+    assert jax.tree.map(np.shape, grads) == jax.tree.map(np.shape, params)
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
@@ -119,6 +120,7 @@ def test_all_gradients_are_those_of_sums_outside(
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         scale = np.max(np.abs(value))
+        assert scale > 0, name
         np.testing.assert_allclose(actual[name], value, rtol=0, atol=2e-6 * scale, err_msg=name)
 
 
