@@ -24,18 +24,6 @@ class Uses:
         self.name = name
         self.count = 0
 
-    def check(self) -> None:
-        """See that it was one.
-
-        Raises:
-            ValueError: it was not, and the sum is wrong.
-        """
-        if self.count != 1:
-            raise ValueError(
-                f"the model's sums_itself names {self.name}, whose gradient's sum is right only if "
-                f"one operation uses that weight, and {self.count} do: leave it out of sums_itself"
-            )
-
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["weight", "total"], meta_fields=["uses"]
@@ -136,8 +124,10 @@ def with_sums(copies: Any, total: Any, summed: Sequence[str]) -> Any:
     return copies
 
 
-def _summed(tree: Any) -> list[SummedWeight]:
-    return [leaf for leaf in jax.tree.leaves(tree, is_leaf=is_summed) if is_summed(leaf)]
+def _uses(tree: Any) -> list[Uses]:
+    """Those of all weights that carry a sum; layers share theirs."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_summed)
+    return list(dict.fromkeys(leaf.uses for leaf in leaves if is_summed(leaf)))
 
 
 def check_uses(copies: Any) -> None:
@@ -146,8 +136,12 @@ def check_uses(copies: Any) -> None:
     Raises:
         ValueError: it has not, and the sums are wrong.
     """
-    for weight in _summed(copies):
-        weight.uses.check()
+    for uses in _uses(copies):
+        if uses.count != 1:
+            raise ValueError(
+                f"the model's sums_itself names {uses.name}, whose gradient's sum is right only if "
+                f"one operation uses that weight, and {uses.count} do: leave it out of sums_itself"
+            )
 
 
 def use_in_layers(layers: Any) -> None:
@@ -156,7 +150,7 @@ def use_in_layers(layers: Any) -> None:
     What a layer does with them is checked when it is traced (:func:`used_once`), which may be once
     for all.
     """
-    for uses in {weight.uses for weight in _summed(layers)}:
+    for uses in _uses(layers):
         uses.count += 1
 
 

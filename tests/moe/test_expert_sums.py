@@ -32,7 +32,8 @@ def config_of(microbatches: int = 2, **sections: Any) -> Any:
 
 
 def devices_of(config: Any) -> Any:
-    sizes = [getattr(config.parallel, axis) or 1 for axis in ("data", "fsdp", "expert", "tensor")]
+    axes = ("data", "fsdp", "expert", "tensor", "pipeline")
+    sizes = [getattr(config.parallel, axis) or 1 for axis in axes]
     return jax.devices()[: int(np.prod(sizes))]
 
 
@@ -83,6 +84,8 @@ def gradients(config: Any, model: Any) -> dict[str, np.ndarray]:
         (3, {}),
         (3, {"parallel": {"data": 2, "expert": 2}}),
         (2, {"parallel": {"expert": 2, "tensor": 2, "fsdp": 1}}),
+        (3, {"parallel": {"fsdp": 2, "data_sharding": "optim"}}),
+        (2, {"parallel": {"pipeline": 2}}),
         (3, {"train": {"recompute": "full"}}),
         (
             3,
