@@ -71,7 +71,9 @@ def test_a_weight_with_a_sum_gets_the_sum_with_its_gradient_added(
     gx, gw = jax.grad(lambda x, w: ce(x, w, labels, token_weights)[0], (0, 1))(x, weight)
     total = np.random.default_rng(2).normal(size=weight.shape).astype(np.float32)
     gx_summed, after = jax.grad(
-        lambda x, t: ce(x, SummedWeight(jnp.asarray(weight), t, Uses()), labels, token_weights)[0],
+        lambda x, t: ce(
+            x, SummedWeight(jnp.asarray(weight), t, Uses("output/weight")), labels, token_weights
+        )[0],
         (0, 1),
     )(x, total)
     np.testing.assert_allclose(after, total + gw, rtol=1e-6, atol=1e-6)

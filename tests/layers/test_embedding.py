@@ -33,7 +33,9 @@ def test_a_token_that_comes_a_thousand_times_counts_a_thousand_times_in_bf16() -
 def test_a_weight_with_a_sum_gets_the_sum_with_its_gradient_added() -> None:
     weight, total = jnp.zeros((3, 2), jnp.bfloat16), jnp.arange(6.0).reshape(3, 2)
     index = jnp.array([[-1, 0, 2], [2, 3, 2]])
-    rows, vjp = jax.vjp(lambda t: rows_of(SummedWeight(weight, t, Uses()), index), total)
+    rows, vjp = jax.vjp(
+        lambda t: rows_of(SummedWeight(weight, t, Uses("embedding/word")), index), total
+    )
     assert rows.dtype == jnp.bfloat16
     (after,) = vjp(jnp.full_like(rows, 2))
     np.testing.assert_array_equal(after, [[0 + 2, 1 + 2], [2, 3], [4 + 6, 5 + 6]])
