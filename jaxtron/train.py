@@ -3,8 +3,10 @@
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
+from typing import NoReturn
 
 import jax
 
@@ -14,6 +16,7 @@ from jaxtron.config.help import help_config
 from jaxtron.config.load import load_config
 from jaxtron.launch.initialize import launch, shutdown
 from jaxtron.observe.kernels import kernels_of
+from jaxtron.resilience.exits import EXIT_SIGNALS, exit_status
 from jaxtron.trainer import Trainer
 
 EXAMPLE = """example:
@@ -71,8 +74,14 @@ def _train(config: Config) -> int:
     if result.skipped:
         log.warning("%d steps of this launch updated nothing (`skipped`)", result.skipped)
     log.info("stopped at step %d (%s)%s%s", result.step, result.reason, loss, eval_loss)
+    status = exit_status(result.reason)
+    if status:
+        for number in EXIT_SIGNALS:  # all is saved, and one more must not change the status
+            signal.signal(number, signal.SIG_IGN)
     shutdown()
-    return 0
+    if status:
+        _leave(status)  # threads may be stuck in a read
+    return status
 
 
 def _train_in_job(config: Config) -> int:
@@ -87,11 +96,16 @@ def _train_in_job(config: Config) -> int:
         traceback.print_exc()
         status = 1
     if status:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        _leave(status)
     return status
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process without waiting for its threads or for other processes."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.config.config import Config
@@ -24,6 +23,8 @@ from jaxtron.observe.profiler import StepProfiler
 from jaxtron.observe.throughput import Throughput
 from jaxtron.parallel.context.dynamic import dynamic_context
 from jaxtron.program import Program, State
+from jaxtron.resilience.exits import Exits, Stopped
+from jaxtron.resilience.watchdog import Watchdog
 from jaxtron.resume import (
     SCALES,
     check_architecture,
@@ -47,7 +48,8 @@ class Result:
         step: steps done.
         loss: of the last step [nats per token]; None when this launch took none.
         eval_loss: of the last evaluation; None without one.
-        reason: why it ended: ``finished``, ``exit_interval`` or ``exit_duration_min``.
+        reason: why it ended: ``finished``, ``exit_interval``, ``exit_duration_min`` or the name of
+            the signal that ended it.
         skipped: steps of this launch that updated nothing (no token to train on, a gradient norm
             over ``optimizer.grad_norm_skip_threshold``, an overflow under fp16).
     """
@@ -75,9 +77,17 @@ class Trainer:
         self.checkpointer = Checkpointer(config.checkpoint)
         self.datasets = self._open_data()
         self.data_files = file_fingerprints(self.datasets.train)
+        # Without a folder there is nothing to save: a signal ends the process at once.
+        handles = config.train.exit_signal_handler and config.checkpoint.dir is not None
+        self.exits = Exits(config.train, self.program.mesh, handle_signals=handles)
+        self.watchdog = Watchdog(config.runtime.stall_timeout_s)
 
     def fit(self) -> Result:
         """Train to ``train.steps``, or until an exit condition; saves at the end."""
+        with self.exits, self.watchdog:
+            return self._fit()
+
+    def _fit(self) -> Result:
         config = self.config
         check_state(self.program)
         state, start, consumed = self._start()
@@ -209,26 +219,27 @@ class Trainer:
         )
 
     def _loop(self, state: State, start: int, consumed: int, logger: RunLogger) -> Result:
-        config, program = self.config, self.program
+        config, program, exits = self.config, self.program, self.exits
         trained = self._trained
         profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
-        began = time.monotonic()
         step, loss, eval_loss, skipped = start, None, None, 0
-        reason = "finished"
         checked: int | None = None  # rows of a step that has been found to fit
-        source = self._train_batches(step, consumed)
+        source = exits.breakable(self._train_batches(step, consumed))
         ahead = self._next(source, step)
         clock = _StepClock()
-        # A step whose metrics are still on the device: its number, samples to its end, its rows.
-        pending: tuple[int, int, int, Any] | None = None
+        # A step whose metrics are still on the device: its number, samples to its end, its rows,
+        # and what the processes say about going on.
+        pending: tuple[int, int, int, Any, Any] | None = None
 
         def flush() -> None:
             """Wait for the dispatched step and log it."""
             nonlocal pending, loss, skipped
             if pending is None:
                 return
-            done_step, done_samples, rows, metrics = pending
+            done_step, done_samples, rows, metrics, answer = pending
+            self.watchdog.begin(f"waiting for the result of step {done_step}")
             values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+            exits.hear(answer)
             loss = values["loss"]
             skipped += int(values["skipped"])
             logger.log_step(
@@ -244,39 +255,45 @@ class Trainer:
             )
             pending = None
 
-        while step < config.train.steps:
+        while step < config.train.steps and exits.reason(step, start) is None:
             if isinstance(ahead, DataError):
                 flush()
                 raise ahead
             size = program.batch_schedule.samples(step + 1) - program.batch_schedule.samples(step)
             if size != checked:
+                self.watchdog.begin(f"compiling step {step + 1}")
                 check_step(program, trained.step_bytes(state, ahead))
                 checked = size
+                exits.hear(exits.ask(signals_only=True))  # it may have taken minutes
+                if exits.signalled:
+                    break
             profiler.before_step(step + 1, state)
             state, metrics = trained.train_step(state, ahead)
             profiler.after_step(step + 1, metrics)
             flush()
             step, consumed = step + 1, consumed + size
-            pending = (step, consumed, size, metrics)
+            pending = (step, consumed, size, metrics, exits.ask())
             ahead = self._next(source, step)
-            exit_reason = self._exit_reason(step, began)
-            last = step == config.train.steps or exit_reason is not None
-            if config.eval.interval and (step % config.eval.interval == 0 or last):
+            last = step == config.train.steps or exits.reason(step, start) is not None
+            if config.eval.interval and (
+                step % config.eval.interval == 0 or (last and not exits.signalled)
+            ):
                 flush()
-                eval_loss = self._evaluate(state, step, logger, end=step == config.train.steps)
+                try:
+                    eval_loss = self._evaluate(state, step, logger, end=step == config.train.steps)
+                except Stopped:
+                    log.warning("the evaluation after step %d is left out: a signal came", step)
                 clock.restart()
-            if self.checkpointer.should_save(step, final=last):
+            if self.checkpointer.should_save(step):
                 flush()
                 self._save(step, state, consumed)
                 clock.restart()
-            if exit_reason is not None:
-                reason = exit_reason
-                break
         flush()
-        if step == start and self.checkpointer.should_save(step, final=True):
+        if self.checkpointer.should_save(step, final=True):
             self._save(step, state, consumed)
-        self.checkpointer.wait()
-        return Result(step, loss, eval_loss, reason, skipped)
+        with self.watchdog.paused("saving the last checkpoint"):
+            self.checkpointer.wait()
+        return Result(step, loss, eval_loss, exits.reason(step, start) or "finished", skipped)
 
     def _next(self, source: Iterator[Any], step: int) -> Any:
         """The batch that follows ``step``, on the devices; None after the last step.
@@ -286,8 +303,11 @@ class Trainer:
         """
         if step >= self.config.train.steps:
             return None
+        self.watchdog.begin(f"reading the batch of step {step + 1}")
         try:
             return self._trained.place(next(source))
+        except Stopped:
+            return None
         except DataError as error:
             return error
         except StopIteration:
@@ -300,23 +320,8 @@ class Trainer:
             )
 
     def _save(self, step: int, state: State, consumed: int) -> None:
-        self.checkpointer.save(step, self.program.to_logical(state), self._meta(consumed))
-
-    def _exit_reason(self, step: int, began: float) -> str | None:
-        train = self.config.train
-        if step == train.steps:
-            return None
-        if train.exit_interval is not None and step % train.exit_interval == 0:
-            return "exit_interval"
-        if train.exit_duration_min is not None:
-            elapsed = np.float64(time.monotonic() - began)
-            if jax.process_count() > 1:  # every process must take the same branch
-                from jax.experimental import multihost_utils
-
-                elapsed = multihost_utils.broadcast_one_to_all(elapsed)
-            if elapsed > 60 * train.exit_duration_min:
-                return "exit_duration_min"
-        return None
+        with self.watchdog.paused(f"saving step {step}"):
+            self.checkpointer.save(step, self.program.to_logical(state), self._meta(consumed))
 
     def _evaluate(
         self, state: State, step: int, logger: RunLogger, *, end: bool = False
@@ -326,6 +331,9 @@ class Trainer:
         ``eval_loss`` is the mean over the tokens of the validation split or, in a run that has only
         ``data.valid_sets``, over the tokens of all of them. At the run's ``end`` the test set is
         evaluated too.
+
+        Raises:
+            Stopped: a signal ends the launch.
         """
         main, sets = self.datasets.valid, self.datasets.valid_sets
         if main is None and not sets:
@@ -353,12 +361,15 @@ class Trainer:
         """
         batches_read = None if self.config.eval.full_validation else self.config.eval.iters
         size = self.config.train.global_batch_size
-        source = self._batches(dataset, 0, size, evaluation=True)
+        source = itertools.islice(self._batches(dataset, 0, size, evaluation=True), batches_read)
         total, tokens = 0.0, 0
-        for batch in itertools.islice(source, batches_read):
+        for batch in self.exits.breakable(source):
             loss, count = self.program.eval_step(state["params"], self.program.place(batch))
+            answer = self.exits.ask(signals_only=True)
+            self.watchdog.begin("evaluating a batch")
             total += float(loss)
             tokens += int(count)
+            self.exits.hear(answer)
         if tokens == 0:
             raise DataError(f"{dataset.name}: evaluation found no token to predict")
         return total, tokens

@@ -72,6 +72,12 @@ class TrainConfig:
         ge=1,
     )
 
+    exit_signal_handler: bool = key(
+        True,
+        "On SIGTERM or SIGUSR1 checkpoint and stop, with status 128 + the signal's number; needs "
+        "checkpoint.dir, without which the signals do what they do to any process.",
+    )
+
     def __post_init__(self) -> None:
         """Refuse names that do not exist and a ramp that does not reach its end."""
         self._check_ramp()

@@ -56,3 +56,10 @@ class RuntimeConfig:
     heartbeat_timeout_s: int = key(
         100, "A process that is silent for this long counts as lost: the job ends [seconds].", ge=1
     )
+    stall_timeout_s: int | None = key(
+        1800,
+        "Several processes: one whose loop does not get on for this long (reading, compiling, a "
+        "step, a batch of an evaluation) ends, and says which process it waited for [seconds]; "
+        "null: it waits on.",
+        ge=1,
+    )

@@ -1,0 +1,1 @@
+"""Ending a run early with its state saved, and ending one whose processes stand still."""
