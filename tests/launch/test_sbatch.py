@@ -2,6 +2,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "slurm" / "train.sbatch"
 
 
@@ -40,3 +42,23 @@ def test_sbatch_script_hands_the_cpus_per_task_on(tmp_path):
 def test_sbatch_script_without_a_config_says_how_to_use_it(tmp_path):
     result = submit(tmp_path)
     assert result.returncode == 2 and "CONFIG.yaml" in result.stderr
+
+
+@pytest.mark.parametrize("status, requeued", [(138, True), (143, False), (2, False), (0, False)])
+def test_sbatch_script_requeues_after_the_warning_of_the_time_limit_alone(
+    tmp_path, status, requeued
+):
+    for name, line in (("srun", f"exit {status}"), ("scontrol", 'echo "scontrol $@"')):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    result = subprocess.run(
+        ["bash", str(SCRIPT), "run.yaml"],
+        env=env | {"SLURM_JOB_NODELIST": "n1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert result.returncode == status
+    assert ("scontrol requeue 7" in result.stdout) == requeued

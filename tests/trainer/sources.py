@@ -1,5 +1,9 @@
 """Row sources for ``data.source=tests.trainer.sources:NAME``."""
 
+import os
+import signal
+import time
+
 import jax
 import numpy as np
 
@@ -60,4 +64,37 @@ def broken(
     arguments = (num_samples, seq_length, vocab_size, seed)
     return (
         _Broken(*arguments, first_bad=row) if jax.process_index() == process else Rows(*arguments)
+    )
+
+
+class _Acting(Rows):
+    def __init__(self, *arguments: int, first: int, action: str) -> None:
+        super().__init__(*arguments)
+        self._first, self._action = first, action
+
+    def __getitem__(self, index: int) -> Row:
+        if index >= self._first and self._action:
+            action, self._action = self._action, ""
+            if action == "stall":
+                time.sleep(600)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(index)
+
+
+def acting(
+    split: str,
+    *,
+    num_samples: int,
+    seq_length: int,
+    vocab_size: int,
+    seed: int,
+    row: int,
+    action: str,
+) -> Rows:
+    """At ``row`` process 1 gets SIGTERM (``signal``) or reads for ever (``stall``)."""
+    arguments = (num_samples, seq_length, vocab_size, seed)
+    return (
+        _Acting(*arguments, first=row, action=action)
+        if jax.process_index() == 1
+        else Rows(*arguments)
     )

@@ -1,0 +1,45 @@
+"""Two processes of which one alone gets a signal, or stands still (O21)."""
+
+import pytest
+import yaml
+
+from tests.launch.two_processes import run_processes, slurm_envs
+from tests.trainer.runs import BATCH, raw_config
+
+
+def run_pair(folder, action, **runtime):
+    options = {"row": 2 * BATCH, "action": action}
+    raw = raw_config(
+        folder,
+        parallel={"data": 2, "fsdp": 1, "data_sharding": "no_shard"},
+        train={"steps": 40},
+        data={
+            "source": "tests.trainer.sources:acting",
+            "source_options": options,
+            "paths": [],
+            "num_threads": 0,
+        },
+        runtime={"cpu_devices": 1, "heartbeat_timeout_s": 60, **runtime},
+    )
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(raw))
+    command = ["-m", "jaxtron.train", "--config", str(folder / "config.yaml")]
+    return run_processes(command, slurm_envs(2), timeout_s=120)
+
+
+def test_a_signal_to_one_process_saves_the_same_step_in_both(tmp_path):
+    pair = run_pair(tmp_path, "signal")
+    assert [process.returncode for process in pair] == [143, 143], "\n".join(map(str, pair))
+    (saved,) = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    assert 2 <= saved <= 5
+    for process in pair:
+        assert f"stopped at step {saved} (SIGTERM)" in process.stderr
+
+
+@pytest.mark.parametrize("timeout_s", [8])
+def test_a_process_that_stands_still_is_named_by_the_other(tmp_path, timeout_s):
+    other, stuck = run_pair(tmp_path, "stall", stall_timeout_s=timeout_s)
+    assert other.returncode not in (0, None), other
+    assert stuck.returncode not in (0, None), stuck
+    assert "the job waits for process 1 on" in other.stderr, other
+    assert "reading the batch of step 3" in other.stderr, other
