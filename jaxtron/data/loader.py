@@ -7,7 +7,12 @@ processes, threads or workers read.
 """
 
 import functools
+import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 import grain
@@ -18,10 +23,12 @@ from numpy.typing import NDArray
 from jaxtron.data.masks import Row
 from jaxtron.data.source import RowDataset
 from jaxtron.errors import ConfigError, DataError
+from jaxtron.resilience.exits import EXIT_SIGNALS
 
 Batch = dict[str, NDArray]
 
 _ENDLESS_STEPS = 2**40
+_CLOSE_S = 5.0
 
 
 def batches(
@@ -97,8 +104,10 @@ def batches(
     if num_workers:
         if not flags.FLAGS.is_parsed():  # grain reads absl flags, which only absl programs parse
             flags.FLAGS.mark_as_parsed()
+        _start_resource_tracker()
         iterable = iterable.mp_prefetch(
-            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=prefetch)
+            grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=prefetch),
+            worker_init_fn=_tie_to_parent,
         )
     return _iterate(iterable)
 
@@ -108,7 +117,36 @@ def _iterate(iterable: grain.IterDataset) -> Iterator[Any]:
     try:
         yield from iterator
     finally:
-        iterator.close()  # stops threads and workers when the caller ends early
+        # Stops threads and workers when the caller ends early, and waits for the reads under way: a
+        # stalled one must not keep a run from being saved.
+        closing = threading.Thread(target=iterator.close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+
+def _start_resource_tracker() -> None:
+    """Start the process that multiprocessing frees memory with, such that no signal ends it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)  # it inherits this
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _tie_to_parent(worker: int, num_workers: int) -> None:
+    """Make this worker live as long as the process that reads from it.
+
+    SLURM sends a signal to all processes of a step; a worker that it ended would fail the read of
+    the batch that the trainer still needs. Nor may one stay that nobody reads from.
+    """
+    for number in EXIT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(0)
 
 
 def _in_order(sample: int) -> int:

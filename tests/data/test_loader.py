@@ -1,6 +1,9 @@
 """Batches: which samples they hold, whoever reads them and from wherever the run goes on."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -117,6 +120,22 @@ def test_worker_processes_give_the_same_batches():
     workers = list(batches(dataset, num_workers=2, **arguments))
     assert len(plain) == len(workers) == 9
     for a, b in zip(plain, workers):
+        assert all(np.array_equal(a[key], b[key]) for key in a)
+
+
+def test_workers_read_on_after_the_signals_of_a_whole_job_step():
+    dataset = SyntheticDataset("train", num_samples=40, seq_length=8, vocab_size=11, seed=0)
+    arguments = {"global_batch_size": 4, "start_sample": 0, "rows": [0, 1]}
+    others = set(multiprocessing.active_children())
+    source = batches(dataset, num_workers=2, prefetch=1, **arguments)
+    got = [next(source) for _ in range(2)]  # both workers are up
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGUSR1)
+    got += source
+    for a, b in zip(got, batches(dataset, **arguments), strict=True):
         assert all(np.array_equal(a[key], b[key]) for key in a)
 
 
