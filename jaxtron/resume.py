@@ -10,7 +10,7 @@ import optax
 
 from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
-from jaxtron.config.schema import keys
+from jaxtron.config.reads import is_read, value_of
 from jaxtron.errors import CheckpointError
 from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.program import Program, State
@@ -154,19 +154,14 @@ def _no_record(where: str, what: str) -> str:
     )
 
 
-def _value(config: Mapping[str, Any], dotted: str) -> Any:
-    section, name = dotted.split(".")
-    # A run that was saved before the key existed did what is now its default.
-    return config.get(section, {}).get(name, keys()[dotted].default)
-
-
 def _differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], names: tuple[str, ...]
 ) -> list[str]:
     return [
-        f"{name}: {_value(saved, name)!r} in the checkpoint, {_value(now, name)!r} now"
+        f"{name}: {value_of(saved, name)!r} in the checkpoint, {value_of(now, name)!r} now"
         for name in names
-        if _value(saved, name) != _value(now, name)
+        if value_of(saved, name) != value_of(now, name)
+        and (is_read(saved, name) or is_read(now, name))
     ]
 
 
@@ -182,7 +177,7 @@ def check_architecture(config: Config, meta: Mapping[str, Any], where: str) -> N
     saved, now = meta["config"], to_dict(config)
     free = set(_FREE_MODEL_KEYS)
     balancing = "model.moe_router_load_balancing_type"
-    if "sinkhorn" not in (_value(saved, balancing), _value(now, balancing)):
+    if "sinkhorn" not in (value_of(saved, balancing), value_of(now, balancing)):
         free.add("moe_router_load_balancing_type")  # a loss; sinkhorn chooses experts
     names = tuple(f"model.{k}" for k in now["model"] if k not in free)
     if problems := _differences(saved, now, names):
@@ -200,7 +195,7 @@ def _moved(saved: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
             return len(old) == len(new) and all(map(moved, old, new))
         return old == new or (isinstance(old, str) and isinstance(new, str))
 
-    return moved(_value(saved, key), _value(now, key))
+    return moved(value_of(saved, key), value_of(now, key))
 
 
 def check_continuation(

@@ -12,6 +12,7 @@ import jax
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
+from jaxtron.config.reads import check_reads
 from jaxtron.data.build import Datasets, build_datasets
 from jaxtron.data.loader import batches
 from jaxtron.data.order import check_order, file_fingerprints, order_digest
@@ -70,6 +71,7 @@ class Trainer:
     """
 
     def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None) -> None:
+        check_reads(config)
         self.config = config
         self.program = Program(config, devices)
         stage = dynamic_context(config, self.program.sizes)

@@ -9,6 +9,7 @@ import jax
 
 from jaxtron.config.batch import BatchLayout, batch_layout
 from jaxtron.config.config import Config
+from jaxtron.config.reads import check_reads
 from jaxtron.config.validate import validate, validate_for_training
 from jaxtron.errors import ConfigError
 from jaxtron.layers.moe.expert_bias import split_buffers
@@ -158,6 +159,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
     """
     sizes = validate(config, num_devices)
     try:
+        check_reads(config)
         validate_for_training(config, num_devices)
         refusal = None
     except ConfigError as error:

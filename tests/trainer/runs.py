@@ -68,6 +68,8 @@ def raw_config(folder: Path, **sections: Any) -> dict[str, Any]:
     }
     for name, values in sections.items():
         raw[name] = {**raw.get(name, {}), **values}
+    if not raw["data"]["paths"]:
+        del raw["data"]["split"]  # there is nothing to split
     return raw
 
 

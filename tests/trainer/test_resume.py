@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtron.errors import CheckpointError
+from jaxtron.errors import CheckpointError, ConfigError
 from jaxtron.resume import check_architecture, check_continuation, run_meta, with_fresh_optimizer
 from tests.trainer.runs import (
     BATCH,
@@ -227,6 +227,20 @@ def test_more_steps_are_another_plan_unless_the_rate_does_not_decay(tmp_path):
         run_meta(make_config(tmp_path, **flat), 24),
         "here",
     )
+
+
+def test_a_value_that_nothing_reads_may_be_removed_between_launches(tmp_path):
+    """Earlier versions took it; the run that goes on may not have it any more."""
+    idle = {"optimizer": {"lr_wsd_decay_style": "linear"}, "data": {"fim_spm_rate": 0.2}}
+    meta = run_meta(make_config(tmp_path, **idle), 24)
+    check_continuation(make_config(tmp_path), meta, "here")
+    with pytest.raises(ConfigError, match="lr_wsd_decay_style is linear, but optimizer.lr_decay_s"):
+        train(tmp_path, **idle)
+    read = {"optimizer": {"lr_decay_style": "WSD", "lr_wsd_decay_steps": 2}}
+    meta = run_meta(make_config(tmp_path, **read), 24)
+    read["optimizer"]["lr_wsd_decay_style"] = "linear"
+    with pytest.raises(CheckpointError, match="lr_wsd_decay_style: 'exponential' in the check"):
+        check_continuation(make_config(tmp_path, **read), meta, "here")
 
 
 def test_an_overridden_plan_is_followed_from_the_step_it_resumes_at(tmp_path, saved):

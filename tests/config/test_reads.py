@@ -1,0 +1,186 @@
+"""A value that nothing reads under the other choices is refused, and no key is forgotten."""
+
+import types
+import typing
+from typing import Literal
+
+import pytest
+
+from jaxtron.config.load import load_config
+from jaxtron.config.presets import preset_names
+from jaxtron.config.reads import OWN, READ_UNDER, check_reads, is_read
+from jaxtron.config.schema import keys
+from jaxtron.errors import ConfigError
+
+ALWAYS_READ = {
+    "model": "architecture num_layers hidden_size ffn_hidden_size num_attention_heads "
+    "num_query_groups kv_channels vocab_size make_vocab_size_divisible_by max_position_embeddings "
+    "normalization layernorm_epsilon fp32_residual_connection activation add_bias_linear "
+    "add_qkv_bias qk_layernorm multi_latent_attention position_embedding_type "
+    "untie_embeddings_and_output_weights init_method_std attention_dropout hidden_dropout "
+    "window_size attention_backend num_experts mtp_num_layers",
+    "parallel": "data fsdp pipeline tensor context expert data_sharding overlap_param_gather "
+    "overlap_grad_reduce dynamic_context rules",
+    "data": "source seq_length tokenizer eod_token reset_position_ids reset_attention_mask "
+    "eod_mask_loss dataloader_type num_workers num_threads prefetch",
+    "train": "steps global_batch_size rampup_batch_size micro_batch_size num_microbatches "
+    "microbatches_at_once seed layer_loop recompute exit_duration_min exit_interval "
+    "exit_signal_handler",
+    "optimizer": "name lr lr_decay_style lr_warmup_steps decoupled_lr override_opt_param_scheduler "
+    "weight_decay_incr_style apply_wd_to_qk_layernorm offload clip_grad grad_norm_skip_threshold",
+    "precision": "compute logits params grads grad_reduce fp8",
+    "loss": "reduction z_loss_coeff chunk_tokens",
+    "checkpoint": "dir load async_save verify file_checksums",
+    "eval": "interval",
+    "observe": "dir log_interval tensorboard progress peak_tflops",
+    "runtime": "cpu_devices xla_flags deterministic gpu_memory_fraction matmul_precision "
+    "compilation_cache_dir coordinator_address num_processes process_id local_device_ids "
+    "initialization_timeout_s heartbeat_timeout_s stall_timeout_s",
+}
+"""Under every choice, or with nothing to lose where they are not."""
+
+OTHER_CHECKS = {
+    "model": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_scaling "
+    "mtp_loss_scaling_factor",
+    "parallel": "sequence_parallel context_strategy context_all_to_all context_cut_documents "
+    "min_dynamic_context max_seqlen_per_dp_cp_rank virtual_pipeline pipeline_schedule "
+    "pipeline_layout",
+    "train": "recompute_method recompute_num_layers",
+}
+"""Refused by ``validate_*``, or idle only on a mesh axis of one device, which is no choice."""
+
+BASE = {
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+        "max_position_embeddings": 32,
+    },
+    "data": {"seq_length": 16},
+    "train": {"steps": 4, "global_batch_size": 4},
+    "optimizer": {"lr": 0.1},
+}
+
+# Values other than the default and than what turns a feature off, where the type does not say one.
+VALUES = {
+    "checkpoint.dir": "/run/checkpoints",
+    "checkpoint.keep": 4,
+    "checkpoint.load": "/run/checkpoints",
+    "data.chat_template": "llama3",
+    "data.fim_rate": 0.5,
+    "data.fim_spm_rate": 0.25,
+    "data.fim_tokens": {"prefix": 1},
+    "data.split": "1",
+    "data.valid_sets": {"code": ["/data/code"]},
+    "observe.dir": "/run",
+    "observe.profile_steps": [2, 3],
+    "optimizer.adafactor_clip_threshold": 2.0,
+    "precision.min_loss_scale": 0.5,
+}
+OFF = {"data.paths": [], "data.fim_rate": 0.0, "precision.loss_scale": 8.0}
+COMPANIONS = {"eval.test": {"eval.interval": 1, "eval.iters": 1}}
+
+PAIRS = [(key, choice) for key, choices in READ_UNDER.items() for choice in choices]
+
+
+def kinds(key):
+    """The types of which a key's value may be."""
+    kind = keys()[key].type
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if union else (kind,)
+
+
+def words(key):
+    """The values of a key that takes one of some words."""
+    return [w for k in kinds(key) if typing.get_origin(k) is Literal for w in typing.get_args(k)]
+
+
+def value_for(key):
+    """A value of the key that says something: not the default, not what turns it off."""
+    if key in VALUES:
+        return VALUES[key]
+    default = keys()[key].default
+    if words(key):
+        return next(word for word in words(key) if word != default)
+    for kind, value in (
+        (bool, not default),
+        (int, (default or 1) + 1 if isinstance(default, int | None) else None),
+        (float, (default or 0.1) / 2 if isinstance(default, float | None) else None),
+        (str, "/data"),
+        (list, ["/data/text"]),
+        (dict, {"a": "b"}),
+    ):
+        if kind in [typing.get_origin(k) or k for k in kinds(key)]:
+            return value
+    raise AssertionError(key)
+
+
+def made(choice):
+    """A value under which the choice holds."""
+    if not choice.among:
+        return value_for(choice.key) if not keys()[choice.key].default else VALUES[choice.key]
+    return "outside:function" if choice.among[0] == OWN else choice.among[0]
+
+
+def not_made(choice):
+    """A value under which the choice does not hold."""
+    if choice.key == "optimizer.name":
+        return "sgd" if "sgd" not in choice.among else "adamw"
+    if choice.key == "data.source":
+        return "synthetic"
+    if choice.key in OFF:
+        return OFF[choice.key]
+    if choice.among and None not in [*choice.among, *kinds(choice.key)]:
+        others = [word for word in words(choice.key) if word not in choice.among]
+        return others[0]
+    kind = kinds(choice.key)[0]
+    return {bool: False, int: 0}.get(kind) if types.NoneType not in kinds(choice.key) else None
+
+
+def raw_of(values):
+    raw = {section: dict(given) for section, given in BASE.items()}
+    for key, value in values.items():
+        section, name = key.split(".")
+        raw.setdefault(section, {})[name] = value
+    return raw
+
+
+@pytest.mark.parametrize("key, choice", PAIRS, ids=[f"{k} {c.key}" for k, c in PAIRS])
+def test_a_value_that_nothing_reads_is_refused_naming_both_keys(key, choice):
+    values = {c.key: made(c) for c in READ_UNDER[key]} | {key: value_for(key)}
+    for name in list(values):
+        values = COMPANIONS.get(name, {}) | values
+    assert is_read(raw_of(values), key), values
+    values[choice.key] = not_made(choice)
+    assert not is_read(raw_of(values), key), values
+    with pytest.raises(ConfigError) as caught:
+        check_reads(load_config(raw_of(values)))
+    assert key in str(caught.value) and choice.key in str(caught.value)
+
+
+def test_the_message_has_the_value_and_what_would_be_right():
+    raw = raw_of({"optimizer.muon_momentum": 0.9, "data.fim_spm_rate": 1.0})
+    with pytest.raises(ConfigError) as caught:
+        check_reads(load_config(raw))
+    assert str(caught.value).splitlines() == [
+        "data.fim_spm_rate is 1.0, but data.fim_rate is 0.0, under which nothing reads it: set "
+        "data.fim_rate, or leave data.fim_spm_rate at 0.5",
+        "optimizer.muon_momentum is 0.9, but optimizer.name is adamw, under which nothing reads "
+        "it: set optimizer.name to muon or module:function, or leave optimizer.muon_momentum at "
+        "0.95",
+    ]
+
+
+def test_every_key_is_in_the_table_or_read_always():
+    placed = [*READ_UNDER]
+    for names in (ALWAYS_READ, OTHER_CHECKS):
+        placed += [f"{section}.{name}" for section, text in names.items() for name in text.split()]
+    placed += [key for key in keys() if key.startswith("model.moe_")]  # all need num_experts
+    assert sorted(placed) == sorted(keys())
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_set_nothing_in_vain(name):
+    check_reads(load_config(name))
