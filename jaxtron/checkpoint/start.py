@@ -1,8 +1,9 @@
 """Where a launch takes its state from."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
     own = step_folder.Steps((), {}) if directory is None else step_folder.scan(directory)
     if config.load is None:
         return _resume(directory, own)
-    source, step_of_path = step_folder.locate(Path(config.load).absolute())
+    with _naming("checkpoint.load"):
+        source, step_of_path = step_folder.locate(Path(config.load).absolute())
     same_folder = directory is not None and source.resolve() == directory.resolve()
     if directory is not None and not same_folder:
         _refuse_lost(directory, own)
@@ -66,7 +68,9 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
             f"checkpoint.load is the folder of step {step_of_path} but checkpoint.load_step is "
             f"{config.load_step}: give the folder above it, or leave load_step out"
         )
-    step = step_folder.choose(source, config.load_step if step_of_path is None else step_of_path)
+    by_number = step_of_path is None and config.load_step is not None
+    with _naming("checkpoint.load_step" if by_number else "checkpoint.load"):
+        step = step_folder.choose(source, config.load_step if by_number else step_of_path)
     _log_skipped(source, step_folder.scan(source), newer_than=step)
     weights_only = config.finetune or config.moe_use_upcycling
     first = 0 if weights_only else step
@@ -87,6 +91,15 @@ def find_start(config: CheckpointConfig) -> StartPoint | None:
         fresh_optimizer=weights_only or config.no_load_optim,
         upcycle=config.moe_use_upcycling,
     )
+
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Put the key that names a checkpoint before what is wrong with it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{key}: {error}") from None
 
 
 def _resume(directory: Path | None, own: step_folder.Steps) -> StartPoint | None:

@@ -1,6 +1,9 @@
 """The command ``python -m jaxtron.data train-tokenizer``; the training is ``train_bpe``."""
 
 import argparse
+import errno
+import os
+import tempfile
 from pathlib import Path
 
 from jaxtron.data.documents import read_texts
@@ -43,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and say what came out.
 
     Raises:
-        ConfigError: a tokenizer is at ``--output`` already, and ``--overwrite`` is not given.
+        ConfigError: a tokenizer is at ``--output`` already, and ``--overwrite`` is not given; or
+            nothing can be written there.
     """
     folder = Path(args.output)
     file = folder if folder.suffix == ".json" else folder / "tokenizer.json"
@@ -51,9 +55,28 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"output {file} exists already: choose another --output, or replace it with --overwrite"
         )
+    _refuse_unwritable(file)
     texts = read_texts(args.input, args.json_key, args.suffixes)
     tokenizer = train_bpe(texts, args.vocab_size, args.output)
     print(f"{args.output}: vocab_size={tokenizer.vocab_size} eod={tokenizer.eod}")
     if tokenizer.vocab_size < args.vocab_size:
         print(f"fewer entries than the {args.vocab_size} asked for: the text has no more pairs")
     return 0
+
+
+def _refuse_unwritable(file: Path) -> None:
+    """Find out before the training, which takes long, whether its result can be written.
+
+    Raises:
+        ConfigError: ``file`` or its folder cannot be made.
+    """
+    try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"output {file} cannot be written: {error.strerror}; choose another --output"
+        ) from None

@@ -15,7 +15,7 @@ from jaxtron.launch.config import RuntimeConfig
 from jaxtron.launch.gpus import VisibleGpus, visible_gpus
 from jaxtron.launch.plan import LaunchPlan, is_loopback, plan_launch, split_address
 from jaxtron.launch.rendezvous import roll_call
-from jaxtron.launch.xla_flags import combine, table_rows, with_determinism
+from jaxtron.launch.xla_flags import check_known, combine, table_rows, with_determinism
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ def _set_xla_flags(
     if sorted(flags.split()) == sorted(present.split()):
         return
     _require_unused_devices("runtime.xla_flags (XLA_FLAGS)", flags)
+    check_known(name for name, value in overrides.items() if value is not None)
     os.environ["XLA_FLAGS"] = flags
     measured = {row.name: f" ({row.measured})" for row in rows if ours.get(row.name) == row.value}
     if plan.process_id == 0:

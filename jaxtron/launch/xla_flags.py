@@ -3,8 +3,14 @@
 A row stands here only while a measurement says that it helps; without one XLA's own default holds.
 """
 
-from collections.abc import Mapping
+import difflib
+import mmap
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import jaxlib
 
 from jaxtron.errors import ConfigError
 
@@ -141,6 +147,32 @@ def combine(
         if value is not None:
             ours[name] = _text(value)
     return " ".join([*kept, *(f"--{name}={value}" for name, value in ours.items())]), ours
+
+
+def check_known(names: Iterable[str]) -> None:
+    """Refuse flags that this XLA does not have; it would end the process with its whole usage.
+
+    XLA lists its flags nowhere that Python can read, but their names are strings in its library, to
+    be found in a hundredth of a second. One that is not there, which takes half a second, is none.
+
+    Args:
+        names: of flags, as ``runtime.xla_flags`` has them.
+
+    Raises:
+        ConfigError: with the nearest names.
+    """
+    library = Path(jaxlib.__file__).parent / "libjax_common.so"
+    if not library.exists():  # elsewhere in another version or system: XLA itself refuses then
+        return
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        for name in map(_flag_name, names):
+            if text.find(name.encode() + b"\0") < 0:
+                known = {found.decode() for found in re.findall(rb"xla_[a-z0-9_]+(?=\0)", text)}
+                close = difflib.get_close_matches(name, known, n=3, cutoff=0.0)
+                raise ConfigError(
+                    f"runtime.xla_flags.{name}: XLA of jaxlib {jaxlib.__version__} has no such "
+                    f"flag; the nearest are {', '.join(close)}"
+                )
 
 
 def _text(value: FlagValue) -> str:

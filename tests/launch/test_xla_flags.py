@@ -3,6 +3,8 @@ import pytest
 from jaxtron.errors import ConfigError
 from jaxtron.launch.xla_flags import (
     DETERMINISTIC,
+    TABLE,
+    check_known,
     combine,
     step_options,
     table_rows,
@@ -53,6 +55,16 @@ def test_user_flags_count_before_the_environment_and_that_before_the_table(
 def test_a_name_that_is_no_xla_flag_is_refused(name):
     with pytest.raises(ConfigError, match=r"runtime\.xla_flags"):
         combine((), "", {name: 1})
+
+
+def test_a_flag_that_xla_does_not_have_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=rf"xla_flags\.{TRITON[:-1]}: .* nearest are {TRITON}"):
+        check_known([TRITON, TRITON[:-1]])
+
+
+def test_flags_that_jaxtron_and_its_docs_name_are_known():
+    known = ("xla_force_host_platform_device_count", "xla_dump_to", "xla_cpu_multi_thread_eigen")
+    check_known([*DETERMINISTIC, *(row.name for row in TABLE), *known])
 
 
 def test_determinism_counts_before_everything_and_keeps_other_flags():

@@ -250,7 +250,11 @@ def test_the_test_loss_is_the_mean_over_the_test_sets_own_tokens(tmp_path):
             {"interval": 2, "iters": 1, "test": True},
             "there is none: give val",
         ),
-        ({"paths": [], "train_paths": ["a"], "test_paths": ["b"]}, {}, "eval.test is false, under which"),
+        (
+            {"paths": [], "train_paths": ["a"], "test_paths": ["b"]},
+            {},
+            "eval.test is false, under which",
+        ),
     ],
 )
 def test_a_test_set_that_would_not_be_evaluated_is_refused(tmp_path, data, evaluation, message):
