@@ -311,7 +311,7 @@ def gate_up(x: jax.Array, w: jax.Array, *, blocks: int) -> tuple[jax.Array, jax.
         _store(pieces, tile)
 
     product = Product(
-        name="mlp_gate_up",
+        name="gemm_gate_up",
         columns=_tiles(width, HALF),
         right=[(DEPTH, HALF)] * 2,
         transposed=False,
@@ -378,7 +378,7 @@ def d_gate_up(d_out: jax.Array, w: jax.Array, u: jax.Array, *, blocks: int) -> j
         tile.release(number_of_pieces - 1)
 
     product = Product(
-        name="mlp_d_gate_up",
+        name="gemm_d_gate_up",
         columns=_tiles(width, COLUMNS),
         right=[(COLUMNS, DEPTH)],
         transposed=True,

@@ -46,6 +46,7 @@ def test_a_hand_made_trace_is_broken_down():
     [
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "gemm"),
+        ("gemm_gate_up_mosaic_gpu_kernel", "gemm"),
         ("MemcpyD2D", "copy"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
         ("input_reduce_fusion", "other compute"),

@@ -18,7 +18,7 @@ ALWAYS_READ = {
     "normalization layernorm_epsilon fp32_residual_connection activation add_bias_linear "
     "add_qkv_bias qk_layernorm multi_latent_attention position_embedding_type "
     "untie_embeddings_and_output_weights init_method_std attention_dropout hidden_dropout "
-    "window_size attention_backend num_experts mtp_num_layers",
+    "window_size attention_backend gated_mlp_backend num_experts mtp_num_layers",
     "parallel": "data fsdp pipeline tensor context expert data_sharding overlap_param_gather "
     "overlap_grad_reduce dynamic_context rules",
     "data": "source seq_length tokenizer eod_token reset_position_ids reset_attention_mask "
