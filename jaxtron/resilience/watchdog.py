@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 STALLED_STATUS = 1
 _FOLDER = "jaxtron/progress/"
 _LONGEST_PERIOD_S = 10.0
-# Process 0 has the coordination service: the others ask it before it goes.
 _FAREWELL_S = 3.0
 
 
@@ -75,7 +74,7 @@ class Watchdog:
             self._since = time.monotonic()
 
     def _watch(self, timeout_s: float) -> None:
-        while not self._ended.wait(min(_LONGEST_PERIOD_S, timeout_s / 4)):
+        while not self._ended.wait(_period(timeout_s)):
             since = self._since
             self._publish()
             if since is not None and time.monotonic() - since > timeout_s:
@@ -100,11 +99,33 @@ class Watchdog:
             entries[process] = [-1, "of which nothing was heard", "an unknown host"]
         entries[me] = [self._count, self._what, socket.gethostname()]
         print(f"error: {report(entries, me, timeout_s)}", file=sys.stderr, flush=True)
-        if me == 0:
-            time.sleep(_FAREWELL_S)
+        time.sleep(farewell(entries, me, timeout_s))
         logging.shutdown()
         sys.stdout.flush()
         os._exit(STALLED_STATUS)  # the main thread waits for something that does not come
+
+
+def farewell(entries: dict[int, list[Any]], me: int, timeout_s: float) -> float:
+    """Seconds that a process which gives up stays, so that the others can still say why.
+
+    Process 0 has the coordination service, which they ask. And where one is gone that they wait
+    for, their collective fails at once: it leaves them time to come to their own end first.
+
+    Args:
+        entries: process id -> its count, what it does, its host.
+        me: id of the process.
+        timeout_s: ``runtime.stall_timeout_s``.
+    """
+    counts = {process: count for process, (count, _, _) in entries.items()}
+    waited_for = counts[me] < max(counts.values())
+    if waited_for:
+        return _period(timeout_s) + _FAREWELL_S
+    return _FAREWELL_S if me == 0 else 0.0
+
+
+def _period(timeout_s: float) -> float:
+    """Seconds between two looks."""
+    return min(_LONGEST_PERIOD_S, timeout_s / 4)
 
 
 def report(entries: dict[int, list[Any]], me: int, timeout_s: float) -> str:
