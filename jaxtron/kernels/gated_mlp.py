@@ -29,7 +29,7 @@ class GatedMlpSpec:
         inner: width between the projections.
         activation: ``model.activation``.
         bias: projections have biases.
-        dtype: of the products, or ``fp8``.
+        dtype: of the products; ``fp8`` if one of them is.
     """
 
     tokens: int
@@ -62,7 +62,8 @@ class GatedMlpKernels:
         Raises:
             ConfigError: it was asked for by name and cannot.
         """
-        if self.name == "xla" or (self.name == "auto" and self.platform == "cpu"):
+        elsewhere = self.platform == "cpu" or spec.dtype == "fp8"  # FP8 has a way of its own
+        if self.name == "xla" or (self.name == "auto" and elsewhere):
             return False
         reason = self._refusal(spec)
         if self.name == "auto":

@@ -50,7 +50,7 @@ class MLP(nnx.Module):
         x = inputs.region.gather_parts(x)
         up, down = self.up.get_value(), self.down.get_value()
         plain = self.config.gated and not self.config.add_bias_linear
-        fused = self._fused(x, down, inputs)
+        fused = self._fused(x, up, down, inputs)
         if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
             y = fp8_gated_mlp(x, up, down, self.config.activation, "mlp_up")
         elif fused:
@@ -67,16 +67,17 @@ class MLP(nnx.Module):
             y = y + self.down_bias[...].astype(y.dtype)
         return y
 
-    def _fused(self, x: jax.Array, down: Weight, inputs: LayerInputs) -> bool:
+    def _fused(self, x: jax.Array, up: Weight, down: Weight, inputs: LayerInputs) -> bool:
         """Whether one kernel multiplies and applies the activation."""
         if inputs.gated_mlp is None:
             return False
+        fp8 = any(isinstance(weight, Fp8Weight) for weight in (up, down))
         spec = GatedMlpSpec(
             tokens=x.size // x.shape[-1],
             hidden=x.shape[-1],
             inner=down.shape[0],
             activation=self.config.activation,
             bias=self.config.add_bias_linear,
-            dtype="fp8" if isinstance(down, Fp8Weight) else str(down.dtype),
+            dtype="fp8" if fp8 else str(x.dtype),
         )
         return inputs.gated_mlp.use(spec)

@@ -502,23 +502,3 @@ def test_trained_tokenizer_and_preprocess_work_together_on_the_command_line(tmp_
     assert main(["preprocess", *arguments, "--append-eod", "--workers", "1"]) == 0
     # Byte ids follow the order of their printable stand-ins; only the merge and eod are asserted.
     assert read_raw(Path(f"{prefix}_text_document"))[0][1] == [257, 0]
-
-
-@pytest.mark.parametrize(
-    "output, why",
-    [
-        ("text", "Not a directory"),
-        ("text/deeper", "Not a directory"),
-        ("folder.json", "Is a directory"),
-        ("/proc/bpe", "cannot be written"),
-    ],
-)
-def test_an_output_that_cannot_be_written_is_refused_before_a_tokenizer_is_trained(
-    tmp_path, output, why
-):
-    (tmp_path / "text").write_text("a file")
-    (tmp_path / "folder.json").mkdir()
-    arguments = ["--input", str(tmp_path / "absent.jsonl"), "--vocab-size", "300", "--overwrite"]
-    with pytest.raises(ConfigError, match=f"output .*{why}"):
-        main(["train-tokenizer", *arguments, "--output", str(tmp_path / output)])
-    assert files_in(tmp_path) == {"text", "folder.json"}

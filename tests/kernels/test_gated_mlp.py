@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels import gated_mlp
 from jaxtron.kernels.gated_mlp import GatedMlpKernels, GatedMlpSpec
+from jaxtron.layers.inputs import LayerInputs
+from jaxtron.layers.mlp import MLP
 from jaxtron.layers.remat import by_name, recompute_all
+from jaxtron.models.config import ModelConfig
+from jaxtron.precision.fp8_weight import Fp8Weight
 
 TOKENS, HIDDEN, INNER = 6, 5, 4
 
@@ -21,24 +26,20 @@ def silu(x: Any) -> Any:
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stand-ins for the kernels, by their documented formulas; the list says who was traced."""
-    calls: list[str] = []
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the kernels, by their documented formulas."""
 
     def gate_up(x: jax.Array, w: jax.Array, *, blocks: int) -> tuple[jax.Array, jax.Array]:
-        calls.append("gate_up")
         u = jnp.einsum("mh,hpf->mpf", x, w)
         return u, u[:, 0] * jax.nn.sigmoid(u[:, 0]) * u[:, 1]
 
     def d_gate_up(d_out: jax.Array, w: jax.Array, u: jax.Array, *, blocks: int) -> jax.Array:
-        calls.append("d_gate_up")
         _, vjp = jax.vjp(lambda u: u[:, 0] * jax.nn.sigmoid(u[:, 0]) * u[:, 1], u)
         return vjp(d_out @ w.T)[0]
 
     monkeypatch.setattr(gated_mlp, "hopper_gate_up", gate_up)
     monkeypatch.setattr(gated_mlp, "hopper_d_gate_up", d_gate_up)
     monkeypatch.setattr(gated_mlp, "multiprocessors", lambda: 1)
-    return calls
 
 
 def operands() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -60,20 +61,22 @@ def by_hand(x: Any, up: Any, down: Any, g: Any) -> tuple[np.ndarray, ...]:
     return (act @ down).reshape(2, 3, HIDDEN), d_x.reshape(2, 3, HIDDEN), d_up, act.T @ g
 
 
+# policy of recomputation, and how often the up projection runs
 POLICIES = {
-    "kept": (None, ["gate_up", "d_gate_up"]),
-    "full": (recompute_all(drop_gathered=False), ["gate_up", "gate_up", "d_gate_up"]),
+    "kept": (None, 1),
+    "full": (recompute_all(drop_gathered=False), 2),
     "both named": (
         by_name({"mlp_up": "recompute", "mlp_act": "recompute"}, drop_gathered=False),
-        ["gate_up", "gate_up", "d_gate_up"],
+        2,
     ),
-    "named, kept": (by_name({"qkv": "recompute"}, drop_gathered=False), ["gate_up", "d_gate_up"]),
+    "named, kept": (by_name({"qkv": "recompute"}, drop_gathered=False), 1),
 }
 
 
+@pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", POLICIES)
-def test_result_and_gradients_are_those_by_hand(name: str, counted: list[str]) -> None:
-    policy, expected_calls = POLICIES[name]
+def test_result_and_gradients_are_those_by_hand(name: str) -> None:
+    policy, runs = POLICIES[name]
     x, up, down, g = operands()
     mlp = gated_mlp.gated_mlp
     if policy is not None:
@@ -82,8 +85,8 @@ def test_result_and_gradients_are_those_by_hand(name: str, counted: list[str]) -
     for actual, expected in zip((y, *vjp(jnp.asarray(g))), by_hand(x, up, down, g), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
     program = str(jax.make_jaxpr(lambda *a: jax.vjp(mlp, *a)[1](jnp.asarray(g)))(x, up, down))
-    # what runs: products of [6, 5] and [5, 2, 4], which only gate_up makes
-    assert program.count("f32[6,2,4] = dot_general") == expected_calls.count("gate_up")
+    # only the up projection makes [6, 2, 4] by a product
+    assert program.count("f32[6,2,4] = dot_general") == runs
 
 
 FITTING = GatedMlpSpec(256, 4096, 14336, "swiglu", False, "bfloat16")
@@ -134,3 +137,38 @@ def test_it_is_chosen_on_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert not one.use(FITTING)
     with pytest.raises(ConfigError, match="this GPU has 8.0"):
         dataclasses.replace(one, name="mosaic_gpu").use(FITTING)
+
+
+class Recorder:
+    """Takes the place of :class:`GatedMlpKernels`."""
+
+    def use(self, spec: GatedMlpSpec) -> bool:
+        self.spec = spec
+        return False
+
+
+@pytest.mark.parametrize(
+    ("fp8", "dtype"),
+    [((), "float32"), (("up",), "fp8"), (("down",), "fp8"), (("up", "down"), "fp8")],
+)
+def test_an_mlp_with_any_product_in_fp8_is_none_in_bf16(fp8: tuple[str, ...], dtype: str) -> None:
+    """``precision.fp8_exceptions`` can leave out one of the two."""
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=INNER,
+        num_attention_heads=1,
+        vocab_size=8,
+        max_position_embeddings=8,
+        activation="swiglu",
+    )
+    mlp = MLP(config, nnx.Rngs(0), 0.02)
+    x, up, down, _ = operands()
+    weights: dict[str, Any] = {"up": jnp.asarray(up), "down": jnp.asarray(down)}
+    for name in fp8:
+        weights[name] = Fp8Weight(weights[name], *[None] * 5)  # type: ignore[arg-type]
+    recorder = Recorder()
+    inputs = LayerInputs(*[None] * 5, gated_mlp=recorder)  # type: ignore[arg-type]
+    assert not mlp._fused(jnp.asarray(x), weights["up"], weights["down"], inputs)
+    assert recorder.spec.dtype == dtype
+    assert recorder.spec.tokens == TOKENS

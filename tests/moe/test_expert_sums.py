@@ -12,6 +12,7 @@ from jaxtron.models.decoder import Decoder
 from jaxtron.program import Program
 from tests.moe.arms import T_MOE
 from tests.parity.harness import make_batch, make_config, rows_of
+from tests.program.additions import additions
 from tests.program.forward import random_params
 
 BOTH = ("layers/moe/experts/up", "layers/moe/experts/down")
@@ -125,19 +126,6 @@ def test_all_gradients_are_those_of_sums_outside(
         scale = np.max(np.abs(value))
         assert scale > 0, name
         np.testing.assert_allclose(actual[name], value, rtol=0, atol=2e-6 * scale, err_msg=name)
-
-
-def additions(jaxpr: Any, shape: tuple[int, ...]) -> int:
-    """Additions of two whole arrays of ``shape`` outside of the products of experts."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (list, tuple)) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                count += additions(inner, shape) if hasattr(inner, "eqns") else 0
-        whole = [getattr(v.aval, "shape", None) == shape for v in eqn.invars]
-        count += eqn.primitive.name in ("add", "add_any") and all(whole)
-    return count
 
 
 def test_each_layer_adds_once_and_only_in_its_kernel() -> None:

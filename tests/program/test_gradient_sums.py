@@ -8,6 +8,7 @@ import pytest
 from jaxtron.models.decoder import Decoder
 from jaxtron.program import Program
 from tests.parity.harness import make_batch, make_config, rows_of
+from tests.program.additions import additions
 from tests.program.forward import random_params
 
 BOTH = ("embedding/word", "output/weight")
@@ -30,19 +31,6 @@ def test_which_gradients_are_sums(changes: dict[str, Any], summed: tuple[str, ..
     sizes = [getattr(config.parallel, axis) for axis in ("data", "fsdp")]
     program = Program(config, jax.devices()[: max(1, *[n or 1 for n in sizes])])
     assert program.plan.summed == summed
-
-
-def additions(jaxpr: Any, shape: tuple[int, ...]) -> int:
-    """Additions of two whole arrays of ``shape`` in a program."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (list, tuple)) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                count += additions(inner, shape) if hasattr(inner, "eqns") else 0
-        whole = [getattr(v.aval, "shape", None) == shape for v in eqn.invars]
-        count += eqn.primitive.name in ("add", "add_any") and all(whole)
-    return count
 
 
 @pytest.mark.parametrize(("tied", "expected"), [(False, 1), (True, 3)])

@@ -67,34 +67,16 @@ def broken(
     )
 
 
-class _Stalled(Rows):
-    def __init__(self, *arguments: int, row: int) -> None:
-        super().__init__(*arguments)
-        self._row = row
-
-    def __getitem__(self, index: int) -> Row:
-        if index >= self._row:
-            time.sleep(600)
-        return super().__getitem__(index)
-
-
-def stalled(
-    split: str, *, num_samples: int, seq_length: int, vocab_size: int, seed: int, row: int
-) -> Rows:
-    """From ``row`` on, a read does not return."""
-    return _Stalled(num_samples, seq_length, vocab_size, seed, row=row)
-
-
 class _Acting(Rows):
     def __init__(self, *arguments: int, first: int, action: str) -> None:
         super().__init__(*arguments)
         self._first, self._action = first, action
 
     def __getitem__(self, index: int) -> Row:
-        if index >= self._first and self._action:
-            action, self._action = self._action, ""
-            if action == "stall":
-                time.sleep(600)
+        if index >= self._first and self._action == "stall":
+            time.sleep(600)
+        elif index >= self._first and self._action == "signal":
+            self._action = ""
             os.kill(os.getpid(), signal.SIGTERM)
         return super().__getitem__(index)
 
@@ -116,3 +98,10 @@ def acting(
         if jax.process_index() == 1
         else Rows(*arguments)
     )
+
+
+def stalled(
+    split: str, *, num_samples: int, seq_length: int, vocab_size: int, seed: int, row: int
+) -> Rows:
+    """From ``row`` on, a read does not return."""
+    return _Acting(num_samples, seq_length, vocab_size, seed, first=row, action="stall")
