@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels.attention_cudnn import CudnnAttention
+from jaxtron.kernels.attention_mosaic_gpu import MosaicGpuAttention
 from jaxtron.kernels.attention_spec import AttentionBackend, AttentionScoring, AttentionSpec
 from jaxtron.kernels.attention_xla import XlaAttention
 from jaxtron.layers.dropout import AttentionDropout
@@ -15,7 +16,7 @@ from jaxtron.log_once import log_once
 logger = logging.getLogger(__name__)
 
 ATTENTION_BACKENDS: dict[str, AttentionBackend] = {
-    backend.name: backend for backend in (CudnnAttention(), XlaAttention())
+    backend.name: backend for backend in (MosaicGpuAttention(), CudnnAttention(), XlaAttention())
 }
 """Backends by name, in the order in which ``auto`` tries them."""
 
@@ -24,7 +25,8 @@ def choose_backend(name: str, spec: AttentionSpec, platform: str) -> AttentionBa
     """Pick the kernel for ``spec`` and log the choice, with the reasons of those that refused.
 
     Args:
-        name: ``model.attention_backend``: ``auto`` takes the first backend that supports ``spec``.
+        name: ``model.attention_backend``: ``auto`` takes the first backend that supports ``spec`` and
+            is the fastest for it.
         spec: what will be computed.
         platform: ``cpu`` or ``gpu``, as in ``jax.devices()[0].platform``.
 
@@ -34,7 +36,7 @@ def choose_backend(name: str, spec: AttentionSpec, platform: str) -> AttentionBa
     if name == "auto":
         refusals = []
         for backend in ATTENTION_BACKENDS.values():
-            reason = backend.supports(spec, platform)
+            reason = backend.supports(spec, platform) or backend.passed_over(spec)
             if reason is None:
                 break
             refusals.append(f"{backend.name} refused: {reason}")

@@ -55,6 +55,10 @@ class CudnnAttention:
             return f"a window over blocks needs blocks of even length, not {spec.query_length}"
         return None
 
+    def passed_over(self, spec: AttentionSpec) -> str | None:
+        """Never."""
+        return None
+
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, scoring: AttentionScoring
     ) -> jax.Array:

@@ -107,6 +107,9 @@ class AttentionBackend(Protocol):
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
         """None if the kernel computes ``spec`` exactly on ``platform``, else the reason why not."""
 
+    def passed_over(self, spec: AttentionSpec) -> str | None:
+        """Why ``auto`` prefers a later backend for ``spec``, or None."""
+
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, scoring: AttentionScoring
     ) -> jax.Array:

@@ -26,6 +26,10 @@ class XlaAttention:
         """Everything that :class:`AttentionSpec` can express."""
         return None
 
+    def passed_over(self, spec: AttentionSpec) -> str | None:
+        """Never."""
+        return None
+
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, scoring: AttentionScoring
     ) -> jax.Array:

@@ -65,7 +65,8 @@ def in_bands(index: jax.Array, rows: Any, columns: int) -> tuple[jax.Array, jax.
     return band * BAND + lax.rem(within, height), within // height
 
 
-def _transforms(width: int, bits: int) -> Any:
+def smem_transforms(width: int, bits: int) -> Any:
+    """How rows of ``width`` numbers of ``bits`` lie in shared memory for TMA and ``wgmma``."""
     plgpu = plgpu_module()
     swizzle = plgpu.find_swizzle(width * bits)
     return plgpu.TilingTransform((8, 8 * swizzle // bits)), plgpu.SwizzleTransform(swizzle)
@@ -106,7 +107,10 @@ class Matmul:
         plgpu = plgpu_module()
         specs = [
             plgpu.BlockSpec(
-                block, index, transforms=_transforms(block[1], self.bits), memory_space=plgpu.SMEM
+                block,
+                index,
+                transforms=smem_transforms(block[1], self.bits),
+                memory_space=plgpu.SMEM,
             )
             for block, index in zip(self.blocks, self.maps, strict=True)
         ]
@@ -126,8 +130,8 @@ class Matmul:
         plgpu = plgpu_module()
         nothing = lambda *_, **__: None  # noqa: E731
         allocations = self.pipeline(STAGES, nothing, nothing).get_allocations(a, b)
-        transforms = _transforms(self.piece[1], 8 * self.dtype.itemsize)
-        slots = plgpu.SMEM((CONSUMERS, SLOTS, *self.piece), self.dtype, transforms=transforms)
+        lines = smem_transforms(self.piece[1], 8 * self.dtype.itemsize)
+        slots = plgpu.SMEM((CONSUMERS, SLOTS, *self.piece), self.dtype, transforms=lines)
 
         def run(allocations: Any, slots: Any) -> None:
             body(functools.partial(self.product, allocations, slots))

@@ -71,7 +71,9 @@ class ModelConfig:
     window_size: int | None = key(
         None, "Sliding window: a query sees itself and window_size - 1 earlier tokens.", ge=1
     )
-    attention_backend: Literal["auto", "xla", "cudnn"] = key("auto", "Attention kernel.")
+    attention_backend: Literal["auto", "xla", "cudnn", "mosaic_gpu"] = key(
+        "auto", "Attention kernel."
+    )
     gated_mlp_backend: Literal["auto", "xla", "mosaic_gpu"] = key(
         "auto", "Kernel of bf16 MLPs with swiglu; mosaic_gpu multiplies and activates in one."
     )

@@ -268,7 +268,7 @@ def test_auto_takes_cudnn_on_a_gpu_and_an_explicit_name_is_kept():
     assert choose_backend("auto", SPEC, "gpu").name == "cudnn"
     assert choose_backend("auto", dataclasses.replace(SPEC, segments=True), "gpu").name == "cudnn"
     assert choose_backend("xla", SPEC, "gpu").name == "xla"
-    with pytest.raises(ConfigError, match="'flash'.*auto or one of cudnn, xla"):
+    with pytest.raises(ConfigError, match="'flash'.*auto or one of mosaic_gpu, cudnn, xla"):
         choose_backend("flash", SPEC, "gpu")
 
 

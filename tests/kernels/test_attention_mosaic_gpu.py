@@ -1,0 +1,177 @@
+"""Packed rows by the Hopper kernels: what they are given, chosen for, and compute."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtron.errors import ConfigError
+from jaxtron.kernels import attention_mosaic_gpu
+from jaxtron.kernels.attention import ATTENTION_BACKENDS, choose_backend, dot_product_attention
+from jaxtron.kernels.attention_mosaic_gpu import first_visible_keys
+from jaxtron.kernels.attention_spec import AttentionSpec
+from jaxtron.layers.remat import by_name
+from tests.kernels.reference import visible_keys
+
+SPEC = AttentionSpec(
+    query_length=256,
+    key_length=256,
+    num_heads=4,
+    num_query_groups=2,
+    head_dim=128,
+    dtype=jnp.dtype(jnp.bfloat16),
+    segments=True,
+)
+
+
+def documents(*rows: tuple[int, ...]) -> np.ndarray:
+    """Segment ids of rows given by their documents' lengths; numbers neither rise nor repeat."""
+    numbers = (7, 3, 9, 1, 4)
+    cycled = lambda n: np.asarray(numbers, np.int32)[np.arange(n) % len(numbers)]  # noqa: E731
+    return np.stack([np.repeat(cycled(len(lengths)), lengths) for lengths in rows])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_first_key_is_that_of_the_written_out_mask(packed: bool, window: int | None) -> None:
+    segments = documents((1, 5, 2, 12), (20,), (3,) + (1,) * 17)
+    first = first_visible_keys(3, 20, jnp.asarray(segments) if packed else None, window)
+    for row in range(3):
+        # of a document, not of all documents of one number
+        runs = np.cumsum(np.diff(segments[row], prepend=segments[row, 0]) != 0)
+        visible = visible_keys(20, 20, True, window, runs if packed else None)
+        np.testing.assert_array_equal(first[row], visible.argmax(axis=1))
+
+
+def test_auto_takes_it_for_packed_rows_alone() -> None:
+    assert choose_backend("auto", SPEC, "gpu").name == "mosaic_gpu"
+    plain = dataclasses.replace(SPEC, segments=False)
+    assert choose_backend("auto", plain, "gpu").name == "cudnn"
+    assert choose_backend("mosaic_gpu", plain, "gpu").name == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    ("changes", "platform", "reason", "instead"),
+    [
+        ({}, "cpu", "this is a cpu", "xla"),
+        ({"dtype": jnp.dtype(jnp.float32)}, "gpu", "not float32", "xla"),
+        ({"head_dim": 64}, "gpu", "head_dim must be 128, and is 64", "cudnn"),
+        ({"query_length": 192, "key_length": 192}, "gpu", "multiple of 128 .* has 192", "cudnn"),
+        ({"causal": False}, "gpu", "it is causal", "cudnn"),
+        ({"dropout": True}, "gpu", "no dropout", "xla"),
+        ({"deterministic": True}, "gpu", "in any order", "xla"),
+        ({"key_segments": True}, "gpu", "of their own for the keys", "xla"),
+        ({"blocks": True}, "gpu", "a block of keys at a time", "cudnn"),
+    ],
+)
+def test_what_it_refuses_another_kernel_computes(
+    changes: dict, platform: str, reason: str, instead: str
+) -> None:
+    spec = dataclasses.replace(SPEC, **changes)
+    with pytest.raises(ConfigError, match=f"attention_backend=mosaic_gpu.*{reason}.*auto or xla"):
+        choose_backend("mosaic_gpu", spec, platform)
+    assert choose_backend("auto", spec, platform).name == instead
+
+
+def test_a_gpu_that_is_no_hopper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_mosaic_gpu, "_compute_capability", lambda: "10.0")
+    with pytest.raises(ConfigError, match="compute capability 9.0, and this GPU has 10.0"):
+        choose_backend("mosaic_gpu", SPEC, "gpu")
+
+
+@pytest.mark.parametrize(("action", "times"), [("save", 1), ("recompute", 2)])
+def test_output_and_statistics_are_kept_under_the_name_core_attn(
+    action: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept, the forward pass is not computed again for the backward pass."""
+
+    @jax.jit
+    def counted(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> tuple:
+        return q + k + v, q[..., 0].swapaxes(1, 2)
+
+    def forward(*operands: jax.Array, scale: float) -> tuple:
+        assert scale == 0.5
+        return counted(*operands)
+
+    def backward(q, k, v, first, out, lse, d_out, *, scale: float) -> tuple:
+        shared = out + lse.swapaxes(1, 2)[..., None]
+        return d_out * shared, d_out * shared, d_out * shared
+
+    monkeypatch.setattr(attention_mosaic_gpu, "forward", forward)
+    monkeypatch.setattr(attention_mosaic_gpu, "backward", backward)
+
+    def loss(q: jax.Array) -> jax.Array:
+        out = dot_product_attention(
+            *(q, q, q),
+            scale=0.5,
+            causal=True,
+            segment_ids=jnp.zeros((1, 128), jnp.int32),
+            backend=ATTENTION_BACKENDS["mosaic_gpu"],
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    policy = by_name({"core_attn": action}, drop_gathered=False)
+    gradient = jax.grad(jax.checkpoint(loss, policy=policy))
+    text = str(jax.make_jaxpr(gradient)(jnp.ones((1, 128, 1, 128), jnp.bfloat16)))
+    assert text.count("name=counted") == times
+
+
+GPU_CASES = {
+    "one document": {"segment_ids": documents((384,), (384,))},
+    "cuts at blocks": {"segment_ids": documents((128, 256), (64, 64, 192, 64))},
+    "cuts anywhere": {"segment_ids": documents((1, 126, 2, 200, 55), (383, 1))},
+    "single tokens": {"segment_ids": documents((1,) * 384, (200, *(1,) * 184))},
+    "documents and window": {"segment_ids": documents((100, 284), (384,)), "window": 70},
+    "not packed": {},
+    "window": {"window": 150},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 1])
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_output_and_gradients_equal_the_exact_kernels(case: str, groups: int) -> None:
+    rng = np.random.default_rng(0)
+    draw = lambda heads: jnp.asarray(rng.normal(size=(2, 384, heads, 128)), jnp.bfloat16)  # noqa: E731
+    *qkv, d_out = draw(4), draw(groups), draw(groups), draw(4)
+
+    def run(name: str, *arrays: jax.Array) -> list[np.ndarray]:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out = dot_product_attention(
+                *(q, k, v),
+                scale=0.1,
+                causal=True,
+                backend=ATTENTION_BACKENDS[name],
+                **GPU_CASES[case],
+            )
+            return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32)), out
+
+        gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+        return [np.asarray(x, np.float32) for x in (out, *gradients)]
+
+    exact = run("xla", *(x.astype(jnp.float32) for x in qkv))
+    for got, want in zip(run("mosaic_gpu", *qkv), exact, strict=True):
+        assert np.abs(got - want).max() < 0.01 * np.abs(want).max() + 1e-5
+
+
+@pytest.mark.gpu
+def test_other_documents_have_exactly_no_influence() -> None:
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 256, 2, 128)), jnp.bfloat16) for _ in range(3))
+    segments = documents((100, 156))
+
+    def run(k: jax.Array, v: jax.Array) -> np.ndarray:
+        out = dot_product_attention(
+            *(q, k, v),
+            scale=0.1,
+            causal=True,
+            segment_ids=segments,
+            backend=ATTENTION_BACKENDS["mosaic_gpu"],
+        )
+        return np.asarray(out, np.float32)
+
+    before, after = run(k, v), run(k.at[:, :100].set(30.0), v.at[:, :100].set(30.0))
+    np.testing.assert_array_equal(before[:, 100:], after[:, 100:])
+    assert np.abs(before[:, :100] - after[:, :100]).max() > 1
