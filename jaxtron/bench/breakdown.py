@@ -14,7 +14,7 @@ from jaxtron.errors import DataError
 # The first pattern found in a kernel's name decides; what matches none is other compute.
 KINDS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|ncclDevKernel|collective|nvshmem"),
-    ("attention", r"sdpa|flash|fmha|cudnn_generated|mha"),
+    ("attention", r"cudnn|fmha|flash|attention"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("copy", r"memcpy|memset|copy"),
 )

@@ -25,8 +25,8 @@ def choose_backend(name: str, spec: AttentionSpec, platform: str) -> AttentionBa
     """Pick the kernel for ``spec`` and log the choice, with the reasons of those that refused.
 
     Args:
-        name: ``model.attention_backend``: ``auto`` takes the first backend that supports ``spec`` and
-            is the fastest for it.
+        name: ``model.attention_backend``: ``auto`` takes the first backend that supports ``spec``
+            and does not leave it to a faster one.
         spec: what will be computed.
         platform: ``cpu`` or ``gpu``, as in ``jax.devices()[0].platform``.
 

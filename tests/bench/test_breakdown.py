@@ -45,6 +45,8 @@ def test_a_hand_made_trace_is_broken_down():
     ("name", "kind"),
     [
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*)", "attention"),
+        ("attention_backward_mosaic_gpu_kernel", "attention"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "gemm"),
         ("gemm_gate_up_mosaic_gpu_kernel", "gemm"),
         ("MemcpyD2D", "copy"),
