@@ -8,7 +8,7 @@ documents, 32 heads, 8 groups, head_dim 128, forward and backward: without docum
 161 MiB of temporaries, mask 2.39 ms and 193 MiB, packed layout with at most 16 documents 0.76 ms
 and 2096 MiB, with at most 64 1.29 ms and 8288 MiB.
 
-Long packed rows are computed in tiles instead (``attention_tiles.py``), and on Hopper, where that is
+Long packed rows are computed in tiles instead (``attention_tiles.py``), and on Hopper, where
 possible, by kernels of our own (``attention_mosaic_gpu.py``).
 """
 

@@ -1,9 +1,10 @@
 """Hopper kernels of causal attention over packed rows: work follows the documents' lengths.
 
 Pallas, Mosaic GPU. After Dao 2023, arXiv:2307.08691, and Shah et al. 2024, arXiv:2407.08608. Each
-query sees one stretch of keys, from the first of its document (or window) to itself. Blocks of keys
-outside of it are not read, and those wholly inside are computed without a mask, so a row of many
-documents takes the time of the documents.
+query sees one stretch of keys, those of its document (or window), and the stretches of later
+queries neither begin nor end earlier. Blocks of keys outside of a stretch are not read, and those
+wholly inside are computed without a mask, so a row of many documents takes the time of the
+documents.
 
 One warpgroup copies to shared memory (TMA), two multiply (``wgmma``). Forward, a thread block has
 128 queries of one head, 64 a warpgroup, and goes over the keys. Backward, it has 128 keys of one
@@ -29,7 +30,8 @@ BLOCK = PART * CONSUMERS  # queries and keys forward, keys backward
 STEP = 64  # queries at a time backward
 STAGES = 2  # steps in shared memory at a time
 LOG2_E = math.log2(math.e)
-HIDDEN = -math.inf
+HIDDEN = -math.inf  # score of a key that a query does not see
+NOTHING = -1e30  # largest score of a query that has seen no key: finite
 
 
 def _wgmma_zeros(shape: tuple[int, ...], value: float = 0.0) -> jax.Array:
@@ -44,44 +46,95 @@ def _indices(shape: tuple[int, int], dimension: int, start: Any) -> jax.Array:
     return start + plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=plgpu.Layout.WGMMA)
 
 
+def _ranges(begin: Any, full: Any, part: Any, end: Any) -> jax.Array:
+    """Steps ``begin .. end``, of which ``full .. part`` need no mask, as int32 ``[..., 4]``."""
+    end = jnp.maximum(end, begin)
+    full = jnp.clip(full, begin, end)
+    return jnp.stack([begin, full, jnp.clip(part, full, end), end], axis=-1).astype(jnp.int32)
+
+
+class _Steps:
+    """The steps of a thread block: first those with a mask, then those without."""
+
+    def __init__(self, ranges: Any, row: Any, block: Any) -> None:
+        self.begin, self.full, self.part, end = (ranges[row, block, n] for n in range(4))
+        self.head = self.full - self.begin
+        self.masked = self.head + end - self.part
+        self.count = end - self.begin
+
+    def with_mask(self, n: Any) -> Any:
+        """Place of step n of ``masked``."""
+        return jnp.where(n < self.head, self.begin, self.part - self.head) + n
+
+    def place(self, n: Any) -> Any:
+        """Place of step n of ``count``."""
+        return jnp.where(n < self.masked, self.with_mask(n), self.full + n - self.masked)
+
+
+def _stop(first: jax.Array, stop: jax.Array | None) -> jax.Array:
+    """``stop``, or behind each query itself."""
+    own = 1 + jnp.arange(first.shape[1], dtype=jnp.int32)
+    return jnp.broadcast_to(own, first.shape) if stop is None else stop
+
+
+def _require_blocks(q: jax.Array, k: jax.Array) -> None:
+    if q.shape[1] % BLOCK or k.shape[1] % BLOCK:
+        raise ValueError(
+            f"{q.shape[1]} queries and {k.shape[1]} keys: both must be multiples of {BLOCK}"
+        )
+
+
 @functools.partial(jax.jit, static_argnames="scale")
 def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, *, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first: jax.Array,
+    stop: jax.Array | None,
+    *,
+    scale: float,
 ) -> tuple[jax.Array, jax.Array]:
     """Attend.
 
     Args:
-        q: bf16 or fp16 ``[batch, length, heads, head_dim]``.
-        k: ``[batch, length, groups, head_dim]``.
+        q: bf16 or fp16 ``[batch, query, heads, head_dim]``.
+        k: ``[batch, key, groups, head_dim]``.
         v: as ``k``.
-        first: int32 ``[batch, length]``, never falling: the first key that each query sees.
+        first: int32 ``[batch, query]``, never falling: the first key that each query sees.
+        stop: likewise, the first key behind those; None: the query's own is the last, and there
+            are as many keys as queries.
         scale: factor on the scores, positive.
 
     Returns:
-        Output as ``q``, and fp32 ``[batch, heads, length]``, the logarithm of the sum of each
-        query's exponentials, to base 2.
+        Output as ``q``, and fp32 ``[batch, heads, query]``, the logarithm of the sum of each
+        query's exponentials, to base 2. Where a query sees no key: 0 and :data:`NOTHING`.
+
+    Raises:
+        ValueError: queries or keys do not come in whole blocks of :data:`BLOCK`.
     """
+    _require_blocks(q, k)
     plgpu = plgpu_module()
     batch, length, heads, dim = q.shape
     groups, blocks, dtype = k.shape[2], length // BLOCK, q.dtype
-    begin = first[:, ::BLOCK] // BLOCK  # of each block of queries, the first block of keys
-    full = -(-first[:, BLOCK - 1 :: BLOCK] // BLOCK)  # and the first that all of them see
+    ends = _stop(first, stop)
+    ranges = _ranges(
+        first[:, ::BLOCK] // BLOCK,
+        -(-first[:, BLOCK - 1 :: BLOCK] // BLOCK),
+        ends[:, ::BLOCK] // BLOCK,
+        -(-ends[:, BLOCK - 1 :: BLOCK] // BLOCK),
+    )
+    bounds = [first] if stop is None else [first, stop]
 
-    def attention_forward(
-        q: Any, k: Any, v: Any, first: Any, begin: Any, full: Any, out: Any, lse: Any, *scratch: Any
-    ) -> None:
-        (q_s, k_s, v_s, first_s, lse_s), barriers = scratch[:5], scratch[5:]
+    def attention_forward(q: Any, k: Any, v: Any, ranges: Any, *rest: Any) -> None:
+        bounds_, (out, lse), scratch = rest[: len(bounds)], rest[len(bounds) :][:2], rest[-10:]
+        (q_s, k_s, v_s, bounds_s, lse_s), barriers = scratch[:5], scratch[5:]
         q_full, k_full, v_full, k_free, v_free = barriers
         warpgroup, item = lax.axis_index("warpgroup"), lax.axis_index("block")
-        i = blocks - 1 - item // (batch * heads)  # the longest first
+        i = blocks - 1 - item // (batch * heads)  # of one document, the longest first
         row, head = lax.rem(item, batch * heads) // heads, lax.rem(item, heads)
         group = head // (heads // groups)
-        start, whole = begin[row, i], jnp.minimum(full[row, i], i)
-        count = i - start + 1
-
-        def place(n: Any) -> Any:
-            """Block of keys of step n: the last, then all others from the first on."""
-            return jnp.where(n == 0, i, start + n - 1)
+        steps = _Steps(ranges, row, i)
+        count = steps.count
 
         @pl.when(warpgroup == CONSUMERS)
         def copy() -> None:
@@ -89,11 +142,14 @@ def forward(
             for part in range(CONSUMERS):
                 rows = pl.ds(i * BLOCK + part * PART, PART)
                 plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_s.at[part], q_full.at[part])
-                plgpu.copy_gmem_to_smem(first.at[row, rows], first_s.at[part], q_full.at[part])
+                for n, bound in enumerate(bounds_):
+                    plgpu.copy_gmem_to_smem(
+                        bound.at[row, rows], bounds_s.at[n, part], q_full.at[part]
+                    )
 
             @pl.loop(0, count)
             def copy_keys(n: Any) -> None:
-                slot, rows = lax.rem(n, STAGES), pl.ds(place(n) * BLOCK, BLOCK)
+                slot, rows = lax.rem(n, STAGES), pl.ds(steps.place(n) * BLOCK, BLOCK)
                 for source, to, ready, free in ((k, k_s, k_full, k_free), (v, v_s, v_full, v_free)):
 
                     @pl.when(n >= STAGES)
@@ -116,6 +172,10 @@ def forward(
             mine, tile = q_s.at[warpgroup], (PART, BLOCK)
             spread = lambda x, shape: lax.broadcast_in_dim(x, shape, [0])  # noqa: E731
 
+            def of_row(bound: int) -> jax.Array:
+                numbers = bounds_s.at[bound, warpgroup]
+                return spread(plgpu.load(numbers, layout=plgpu.Layout.WGMMA.reduce(1)), tile)
+
             def step(n: Any, carry: Any, masked: bool) -> Any:
                 acc, top, total = carry
                 slot = lax.rem(n, STAGES)
@@ -128,10 +188,13 @@ def forward(
                 scores = pl.run_scoped(product, plgpu.ACC(tile))
                 plgpu.barrier_arrive(k_free.at[slot])
                 if masked:
-                    key = _indices(tile, 1, place(n) * BLOCK)
-                    query = _indices(tile, 0, i * BLOCK + warpgroup * PART)
-                    seen = plgpu.load(first_s.at[warpgroup], layout=plgpu.Layout.WGMMA.reduce(1))
-                    scores = jnp.where((key <= query) & (key >= spread(seen, tile)), scores, HIDDEN)
+                    key = _indices(tile, 1, steps.with_mask(n) * BLOCK)
+                    seen = key >= of_row(0)
+                    if stop is None:
+                        seen &= key <= _indices(tile, 0, i * BLOCK + warpgroup * PART)
+                    else:
+                        seen &= key < of_row(1)
+                    scores = jnp.where(seen, scores, HIDDEN)
                 new = jnp.maximum(top, jnp.max(scores, axis=1) * (scale * LOG2_E))
                 shrink = jnp.exp2(top - new)
                 weights = jnp.exp2(scores * (scale * LOG2_E) - spread(new, tile))
@@ -147,13 +210,12 @@ def forward(
                 plgpu.barrier_arrive(v_free.at[slot])
                 return acc, new, total
 
-            carry = _wgmma_zeros((PART, dim)), _wgmma_zeros((PART,), HIDDEN), _wgmma_zeros((PART,))
-            # every query sees itself, so that from the first step on all maxima are finite
+            carry = _wgmma_zeros((PART, dim)), _wgmma_zeros((PART,), NOTHING), _wgmma_zeros((PART,))
             with_mask = functools.partial(step, masked=True)
-            part = 1 + jnp.maximum(whole - start, 0)
-            carry = lax.fori_loop(0, part, with_mask, carry)
-            carry = lax.fori_loop(part, count, functools.partial(step, masked=False), carry)
-            acc, top, total = carry
+            carry = lax.fori_loop(0, steps.masked, with_mask, carry)
+            without = functools.partial(step, masked=False)
+            acc, top, total = lax.fori_loop(steps.masked, count, without, carry)
+            total = jnp.where(total == 0, 1.0, total)
             mine[...] = (acc / spread(total, acc.shape)).astype(dtype)
             lse_s.at[warpgroup][...] = top + jnp.log2(total)
             plgpu.commit_smem()
@@ -174,15 +236,15 @@ def forward(
         scratch_types=(
             plgpu.SMEM((CONSUMERS, PART, dim), dtype, transforms=lines),
             *(stage, stage),
-            plgpu.SMEM((CONSUMERS, PART), jnp.int32),
+            plgpu.SMEM((len(bounds), CONSUMERS, PART), jnp.int32),
             plgpu.SMEM((CONSUMERS, PART), jnp.float32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=CONSUMERS),
+            plgpu.Barrier(num_arrivals=1 + len(bounds), num_barriers=CONSUMERS),
             *(plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_barriers=STAGES)),
             *(freed, freed),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **_grid(batch * heads * blocks),
-    )(q, k, v, first, begin, full)
+    )(q, k, v, ranges, *bounds)
 
 
 def _grid(blocks: int) -> dict[str, Any]:
@@ -200,61 +262,50 @@ def backward(
     k: jax.Array,
     v: jax.Array,
     first: jax.Array,
+    stop: jax.Array | None,
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values; arguments and results of :func:`forward`."""
+    """Gradients of queries (fp32), keys and values.
+
+    Arguments and results of :func:`forward`; ``out`` and ``lse`` may be over more keys than these.
+    """
+    _require_blocks(q, k)
     plgpu = plgpu_module()
-    batch, length, heads, dim = q.shape
+    batch, _, heads, dim = q.shape
     groups, dtype = k.shape[2], q.dtype
-    repeats, blocks = heads // groups, length // BLOCK
-    own = BLOCK // STEP  # steps of a block's own queries
+    repeats, blocks = heads // groups, k.shape[1] // BLOCK
     quarter = dim // CONSUMERS  # columns of a warpgroup's gradients of queries
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     starts = BLOCK * jnp.arange(blocks, dtype=jnp.int32)
+    ends = _stop(first, stop)
     count_of = lambda x: jnp.sum(x, axis=1, dtype=jnp.int32)  # noqa: E731
-    # steps of queries up to the last that sees a key of the block, and up to the last in which all
-    # see its first key
-    end = count_of(first[:, ::STEP, None] < starts + BLOCK)
-    full = count_of(first[:, STEP - 1 :: STEP, None] <= starts)
+    ranges = _ranges(
+        count_of(ends[:, STEP - 1 :: STEP, None] <= starts),
+        count_of(ends[:, ::STEP, None] < starts + BLOCK),
+        count_of(first[:, STEP - 1 :: STEP, None] <= starts),
+        count_of(first[:, ::STEP, None] < starts + BLOCK),
+    )
+    bounds = [first] if stop is None else [first, stop]
 
     def attention_backward(
-        q: Any,
-        k: Any,
-        v: Any,
-        d_out: Any,
-        lse: Any,
-        delta: Any,
-        first: Any,
-        end: Any,
-        full: Any,
-        dq: Any,
-        dk: Any,
-        dv: Any,
-        *scratch: Any,
+        q: Any, k: Any, v: Any, d_out: Any, lse: Any, delta: Any, ranges: Any, *rest: Any
     ) -> None:
-        (k_s, v_s, q_s, do_s, lse_s, delta_s, first_s, ds_s, dq_s), barriers = (
+        bounds_, (dq, dk, dv), scratch = rest[: len(bounds)], rest[len(bounds) :][:3], rest[-14:]
+        (k_s, v_s, q_s, do_s, lse_s, delta_s, bounds_s, ds_s, dq_s), barriers = (
             scratch[:9],
             scratch[9:],
         )
         kv_full, q_full, do_full, free, together = barriers
         warpgroup, item = lax.axis_index("warpgroup"), lax.axis_index("block")
-        row, j = (
-            item // (groups * blocks),
-            lax.rem(item, groups * blocks) // groups,
-        )  # longest first
+        row = item // (groups * blocks)
+        j = lax.rem(item, groups * blocks) // groups  # of one document, the longest first
         group = lax.rem(item, groups)
-        begin, stop = j * own, end[row, j]
-        whole = jnp.maximum(full[row, j], begin + own)  # from begin + own to here without a mask
-        masked_steps = own + stop - whole
-        count = stop - begin
-
-        def masked_place(n: Any) -> Any:
-            """Step of queries: the block's own, then those behind ``whole``."""
-            return jnp.where(n < own, begin, whole - own) + n
+        steps = _Steps(ranges, row, j)
+        count = steps.count
 
         @pl.when(warpgroup == CONSUMERS)
         def copy() -> None:
@@ -270,8 +321,7 @@ def backward(
                 @pl.loop(0, count)
                 def copy_queries(m: Any) -> None:
                     n = r * count + m
-                    i = jnp.where(m < masked_steps, masked_place(m), begin + own + m - masked_steps)
-                    slot, rows = lax.rem(n, STAGES), pl.ds(i * STEP, STEP)
+                    slot, rows = lax.rem(n, STAGES), pl.ds(steps.place(m) * STEP, STEP)
 
                     @pl.when(n >= STAGES)
                     def wait() -> None:
@@ -280,12 +330,15 @@ def backward(
                     ready = q_full.at[slot]
                     plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_s.at[slot], ready)
                     plgpu.copy_gmem_to_smem(lse.at[row, head, rows], lse_s.at[slot], ready)
-                    plgpu.copy_gmem_to_smem(first.at[row, rows], first_s.at[slot], ready)
+                    for number, bound in enumerate(bounds_):
+                        plgpu.copy_gmem_to_smem(
+                            bound.at[row, rows], bounds_s.at[number, slot], ready
+                        )
                     ready = do_full.at[slot]
                     plgpu.copy_gmem_to_smem(d_out.at[row, rows, head], do_s.at[slot], ready)
                     plgpu.copy_gmem_to_smem(delta.at[row, head, rows], delta_s.at[slot], ready)
 
-            @pl.loop(repeats * count - STAGES, repeats * count)
+            @pl.loop(jnp.maximum(repeats * count - STAGES, 0), repeats * count)
             def wait_for_the_last(n: Any) -> None:
                 plgpu.barrier_wait(free.at[lax.rem(n, STAGES)])
 
@@ -318,8 +371,11 @@ def backward(
                         scores = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
                         if masked:
                             key = _indices(tile, 0, j * BLOCK + warpgroup * PART)
-                            query = _indices(tile, 1, i * STEP)
-                            seen = (key <= query) & (key >= of_query(first_s.at[slot]))
+                            seen = key >= of_query(bounds_s.at[0, slot])
+                            if stop is None:
+                                seen &= key <= _indices(tile, 1, i * STEP)
+                            else:
+                                seen &= key < of_query(bounds_s.at[1, slot])
                             scores = jnp.where(seen, scores, HIDDEN)
                         p = jnp.exp2(scores * (scale * LOG2_E) - of_query(lse_s.at[slot]))
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])
@@ -351,13 +407,13 @@ def backward(
                 def of_head(r: Any, _: None) -> None:
                     head, n = group * repeats + r, r * count
 
-                    @pl.loop(0, masked_steps)
+                    @pl.loop(0, steps.masked)
                     def with_mask(m: Any) -> None:
-                        step(n + m, masked_place(m), head, True)
+                        step(n + m, steps.with_mask(m), head, True)
 
-                    offset = n + masked_steps - begin - own
+                    offset = n + steps.masked - steps.full
 
-                    @pl.loop(begin + own, whole)
+                    @pl.loop(steps.full, steps.part)
                     def without_mask(i: Any) -> None:
                         step(offset + i, i, head, False)
 
@@ -382,13 +438,13 @@ def backward(
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         scratch_types=(
             *(keys, keys, stage, stage, numbers, numbers),
-            plgpu.SMEM((STAGES, STEP), jnp.int32),
+            plgpu.SMEM((len(bounds), STAGES, STEP), jnp.int32),
             plgpu.SMEM((STAGES, BLOCK, STEP), dtype, transforms=smem_transforms(STEP, 16)),
             plgpu.SMEM(
                 (CONSUMERS, STEP, quarter), jnp.float32, transforms=smem_transforms(quarter, 32)
             ),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=2 + len(bounds), num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=CONSUMERS),
@@ -397,5 +453,5 @@ def backward(
         **_grid(batch * groups * blocks),
     )
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = run(q, k, v, d_out, lse, delta, first, end, full, dq)
-    return (jax.freeze(dq) * scale).astype(dtype), dk, dv
+    dk, dv = run(q, k, v, d_out, lse, delta, ranges, *bounds, dq)
+    return jax.freeze(dq) * scale, dk, dv

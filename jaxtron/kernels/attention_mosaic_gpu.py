@@ -12,12 +12,48 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtron.kernels.attention_block import BlockKernel
-from jaxtron.kernels.attention_block_cudnn import CudnnBlockKernel
-from jaxtron.kernels.attention_hopper import BLOCK, backward, forward
+from jaxtron.kernels.attention_block import BlockKernel, BlockMask
+from jaxtron.kernels.attention_hopper import BLOCK, LOG2_E, backward, forward
 from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
+from jaxtron.layers.dropout import AttentionDropout
 
 HEAD_DIM = 128
+
+
+class MosaicGpuBlockKernel:
+    """The interface of :class:`jaxtron.kernels.attention_block.BlockKernel`."""
+
+    def forward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        *,
+        scale: float,
+        mask: BlockMask,
+        dropout: AttentionDropout | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Attend. A query that sees no key has an lse below every possible score."""
+        first, stop = visible_keys(mask, q.shape[0])
+        out, lse = forward(q, k, v, first, stop, scale=scale)
+        return out, lse / LOG2_E
+
+    def backward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        out: jax.Array,
+        lse: jax.Array,
+        dout: jax.Array,
+        *,
+        scale: float,
+        mask: BlockMask,
+        dropout: AttentionDropout | None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gradients from the merged output and log-sum-exp, the queries' in fp32."""
+        first, stop = visible_keys(mask, q.shape[0])
+        return backward(q, k, v, first, stop, out, lse * LOG2_E, dout, scale=scale)
 
 
 class MosaicGpuAttention:
@@ -26,10 +62,10 @@ class MosaicGpuAttention:
     name = "mosaic_gpu"
     fused = True
     tile: int | None = None
-    blocks: BlockKernel = CudnnBlockKernel()  # never called: blocks are refused
+    blocks: BlockKernel = MosaicGpuBlockKernel()
 
     def supports(self, spec: AttentionSpec, platform: str) -> str | None:
-        """Causal attention in bf16 or fp16 on a Hopper GPU, over the keys of the same tokens."""
+        """Causal attention in bf16 or fp16 on a Hopper GPU."""
         if platform not in ("gpu", "cuda"):
             return f"it runs on GPUs of compute capability 9.0, and this is a {platform}"
         capability = _compute_capability()
@@ -40,7 +76,8 @@ class MosaicGpuAttention:
         if spec.head_dim != HEAD_DIM:
             return f"head_dim must be {HEAD_DIM}, and is {spec.head_dim}"
         if spec.query_length % BLOCK:
-            return f"the row must be a multiple of {BLOCK} tokens, and has {spec.query_length}"
+            what = "a chunk" if spec.blocks else "a row"
+            return f"{what} must be a multiple of {BLOCK} tokens, and has {spec.query_length}"
         if not spec.causal:
             return "it is causal"
         if spec.dropout:
@@ -49,8 +86,8 @@ class MosaicGpuAttention:
             return "its backward pass adds the queries' gradients in any order"
         if spec.key_segments:
             return "it takes no segment ids of their own for the keys"
-        if spec.blocks:
-            return "it computes whole rows, not a block of keys at a time"
+        if spec.scattered:
+            return "parallel.context_cut_documents takes the tokens of a document apart"
         return None
 
     def passed_over(self, spec: AttentionSpec) -> str | None:
@@ -64,31 +101,43 @@ class MosaicGpuAttention:
 
         The tokens of a document stand together, as packing puts them.
         """
-        batch, length = q.shape[:2]
-        first = first_visible_keys(batch, length, scoring.segment_ids, scoring.window)
-        return _attend(q, k, v, first, scoring.scale)
+        positions = jnp.arange(q.shape[1], dtype=jnp.int32)
+        segments = scoring.segment_ids
+        mask = BlockMask(positions, positions, segments, segments, True, scoring.window)
+        return _attend(q, k, v, visible_keys(mask, q.shape[0])[0], scoring.scale)
 
 
-def first_visible_keys(
-    batch: int, length: int, segment_ids: jax.Array | None, window: int | None
-) -> jax.Array:
-    """The first key that each query sees, int32 ``[batch, length]``; never falls along a row.
+def visible_keys(mask: BlockMask, batch: int) -> tuple[jax.Array, jax.Array | None]:
+    """The stretch of keys that each query of a block sees.
 
     Args:
+        mask: its documents' tokens stand together. Where the keys are not the queries' own, the
+            numbers of documents ascend.
         batch: rows.
-        length: of a row.
-        segment_ids: int32 ``[batch, length]`` or None; a document is a run of one number.
-        window: a query sees itself and ``window - 1`` earlier keys; None: all of them.
+
+    Returns:
+        int32 ``[batch, query]``, never falling: the first key, and the first behind those that are
+        seen; None when that is the one behind the query's own.
     """
-    place = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    first = jnp.zeros_like(place)
-    if segment_ids is not None:
-        begins = segment_ids[:, 1:] != segment_ids[:, :-1]
-        first = first.at[:, 1:].set(jnp.where(begins, place[:, 1:], 0))
-        first = lax.cummax(first, axis=1)
-    if window is not None:
-        first = jnp.maximum(first, place - window + 1)
-    return first
+    queries, keys = mask.query_positions, mask.key_positions
+    first = jnp.zeros((batch, len(queries)), jnp.int32)
+    stop = None if mask.own_keys else jnp.full_like(first, len(keys))
+    if mask.query_segments is not None and mask.key_segments is not None:
+        if stop is None:
+            place = jnp.arange(len(queries), dtype=jnp.int32)
+            begins = jnp.diff(mask.query_segments, axis=1) != 0
+            first = lax.cummax(first.at[:, 1:].set(jnp.where(begins, place[1:], 0)), axis=1)
+        else:
+            search = functools.partial(jnp.searchsorted, method="scan_unrolled")
+            for_rows = lambda side: jax.vmap(functools.partial(search, side=side))  # noqa: E731
+            first = for_rows("left")(mask.key_segments, mask.query_segments)
+            stop = for_rows("right")(mask.key_segments, mask.query_segments)
+    if mask.window is not None:
+        earliest = jnp.searchsorted(keys, queries - mask.window + 1, method="scan_unrolled")
+        first = jnp.maximum(first, earliest)
+        if stop is not None:
+            first = jnp.minimum(first, stop)
+    return first.astype(jnp.int32), None if stop is None else stop.astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -99,7 +148,7 @@ def _attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, scale: f
 def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, scale: float
 ) -> tuple[jax.Array, Any]:
-    out, lse = forward(q, k, v, first, scale=scale)
+    out, lse = forward(q, k, v, first, None, scale=scale)
     # Both are what the backward pass reads.
     out, lse = checkpoint_name(out, "core_attn"), checkpoint_name(lse, "core_attn")
     return out, (q, k, v, first, out, lse)
@@ -107,7 +156,8 @@ def _forward(
 
 def _backward(scale: float, residuals: Any, d_out: jax.Array) -> Any:
     q, k, v, first, out, lse = residuals
-    return *backward(q, k, v, first, out, lse, d_out, scale=scale), None
+    dq, dk, dv = backward(q, k, v, first, None, out, lse, d_out, scale=scale)
+    return dq.astype(q.dtype), dk, dv, None
 
 
 _attend.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""Attention over a context axis with cuDNN, on 1 to 4 GPUs, against the exact kernel on one.
+"""Attention over a context axis by fused kernels, on 1 to 4 GPUs, against the exact one on one.
 
 Run with ``pytest -m gpu tests/gpu/test_context_on_gpus.py``.
 """
@@ -22,7 +22,7 @@ from jaxtron.parallel.context.layout import ContextLayout
 
 pytestmark = pytest.mark.gpu
 
-BATCH, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 512, 8, 4, 64
+BATCH, LENGTH, HEADS, GROUPS, HEAD_DIM = 2, 1024, 8, 4, 128
 SCALE = HEAD_DIM**-0.5
 
 # name: (ring, all_to_all, rows side by side, gather)
@@ -42,12 +42,12 @@ CUTS = {
 DOCUMENTS = np.stack(
     [
         np.searchsorted(cuts, np.arange(LENGTH), side="right").astype(np.int32)
-        for cuts in ([100, 101, 350], [40, 200, 201, 333, 500])
+        for cuts in ([200, 201, 700], [80, 400, 401, 640, 1000])
     ]
 )
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
-    "window": {"window": 75},
+    "window": {"window": 150},
     "documents": {"segment_ids": DOCUMENTS},
 }
 
@@ -115,15 +115,16 @@ def assert_equals_the_exact_kernel(got: list[np.ndarray], mask: str) -> None:
         assert np.abs(a - b).max() < 0.015 * np.abs(b).max()
 
 
+@pytest.mark.parametrize("name", ["cudnn", "mosaic_gpu"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("cut", CUTS)
-def test_cudnn_by_every_strategy_equals_the_exact_kernel(cut: str, mask: str) -> None:
+def test_every_strategy_equals_the_exact_kernel(cut: str, mask: str, name: str) -> None:
     ring, all_to_all, groups, gather = CUTS[cut]
     layout = ContextLayout(ring, all_to_all, groups)
     if len(jax.devices("gpu")) < groups * layout.size:
         pytest.skip(f"needs {groups * layout.size} GPUs")
-    cudnn = ATTENTION_BACKENDS["cudnn"]
-    got = output_and_gradients(layout, gather, cudnn, jnp.bfloat16, MASKS[mask])
+    backend = ATTENTION_BACKENDS[name]
+    got = output_and_gradients(layout, gather, backend, jnp.bfloat16, MASKS[mask])
     assert_equals_the_exact_kernel(got, mask)
 
 

@@ -10,10 +10,12 @@ import pytest
 from jaxtron.errors import ConfigError
 from jaxtron.kernels import attention_mosaic_gpu
 from jaxtron.kernels.attention import ATTENTION_BACKENDS, choose_backend, dot_product_attention
-from jaxtron.kernels.attention_mosaic_gpu import first_visible_keys
+from jaxtron.kernels.attention_block import BlockMask, merge
+from jaxtron.kernels.attention_mosaic_gpu import visible_keys
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.remat import by_name
-from tests.kernels.reference import visible_keys
+from tests.kernels.reference import attention, attention_gradients
+from tests.kernels.reference import visible_keys as written_out
 
 SPEC = AttentionSpec(
     query_length=256,
@@ -32,14 +34,57 @@ def documents(*rows: tuple[int, ...]) -> np.ndarray:
     return np.stack([np.repeat(numbers[: len(lengths)], lengths) for lengths in rows])
 
 
-@pytest.mark.parametrize("window", [None, 1, 3, 40])
+def block(
+    segments: np.ndarray | None, window: int | None, queries: np.ndarray, keys: np.ndarray
+) -> BlockMask:
+    """Mask between some places of a row."""
+    return BlockMask(
+        *(jnp.asarray(places, jnp.int32) for places in (queries, keys)),
+        *(None if segments is None else jnp.asarray(segments[:, p]) for p in (queries, keys)),
+        own_keys=queries is keys,
+        window=window,
+    )
+
+
+def places(*chunks: int, size: int) -> np.ndarray:
+    return np.concatenate([np.arange(size * chunk, size * (chunk + 1)) for chunk in chunks])
+
+
+# chunks of queries and of keys: a row of one, a member's own two, earlier ones of another member
+PAIRS = [((0,), (0,)), ((0, 3), (0, 3)), ((3,), (0,)), ((3,), (2,)), ((2, 3), (0, 1))]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 13, 40])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_first_key_is_that_of_the_written_out_mask(packed: bool, window: int | None) -> None:
-    segments = documents((1, 5, 2, 12), (20,), (3,) + (1,) * 17)
-    first = first_visible_keys(3, 20, jnp.asarray(segments) if packed else None, window)
-    for row in range(3):
-        visible = visible_keys(20, 20, True, window, segments[row] if packed else None)
-        np.testing.assert_array_equal(first[row], visible.argmax(axis=1))
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_the_stretches_are_what_the_mask_shows(
+    pair: tuple, packed: bool, window: int | None
+) -> None:
+    rows = (1, 5, 2, 12, 4), (24,), (3, 1, 1, 6, 13), (6, 6, 6, 6)
+    segments = np.stack([np.repeat(np.arange(len(row)), row) for row in rows])
+    queries, keys = (places(*chunks, size=6) for chunks in pair)
+    mask = block(
+        segments if packed else None, window, queries, queries if pair[0] == pair[1] else keys
+    )
+    first, stop = visible_keys(mask, 4)
+    if stop is None:
+        assert pair[0] == pair[1]
+        stop = np.broadcast_to(np.arange(1, len(queries) + 1), first.shape)
+    assert np.all(np.diff(first) >= 0) and np.all(np.diff(stop) >= 0) and np.all(first <= stop)
+    key = np.arange(len(keys))
+    seen = (key >= np.asarray(first)[..., None]) & (key < np.asarray(stop)[..., None])
+    for row in range(4):
+        ids = segments[row] if packed else None
+        whole = written_out(24, 24, True, window, ids)
+        np.testing.assert_array_equal(seen[row], whole[np.ix_(queries, keys)])
+
+
+def test_the_numbers_of_a_row_of_its_own_need_not_rise() -> None:
+    segments = documents((1, 5, 2, 12), (20,))
+    row = np.arange(20)
+    first, _ = visible_keys(block(segments, None, row, row), 2)
+    np.testing.assert_array_equal(first[0], np.repeat([0, 1, 6, 8], [1, 5, 2, 12]))
+    assert not first[1].any()
 
 
 def test_auto_takes_it_for_packed_rows_alone() -> None:
@@ -47,6 +92,8 @@ def test_auto_takes_it_for_packed_rows_alone() -> None:
     plain = dataclasses.replace(SPEC, segments=False)
     assert choose_backend("auto", plain, "gpu").name == "cudnn"
     assert choose_backend("mosaic_gpu", plain, "gpu").name == "mosaic_gpu"
+    in_blocks = dataclasses.replace(SPEC, blocks=True)
+    assert choose_backend("auto", in_blocks, "gpu").name == "mosaic_gpu"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +107,13 @@ def test_auto_takes_it_for_packed_rows_alone() -> None:
         ({"dropout": True}, "gpu", "no dropout", "xla"),
         ({"deterministic": True}, "gpu", "in any order", "xla"),
         ({"key_segments": True}, "gpu", "of their own for the keys", "xla"),
-        ({"blocks": True}, "gpu", "a block of keys at a time", "cudnn"),
+        (
+            {"blocks": True, "scattered": True},
+            "gpu",
+            "takes the tokens of a document apart",
+            "cudnn",
+        ),
+        ({"blocks": True, "query_length": 64, "key_length": 64}, "gpu", "a chunk must be", "cudnn"),
     ],
 )
 def test_what_it_refuses_another_kernel_computes(
@@ -85,14 +138,14 @@ def test_output_and_statistics_are_kept_under_the_name_core_attn(
     """Kept, the forward pass is not computed again for the backward pass."""
 
     @jax.jit
-    def counted(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array) -> tuple:
+    def counted(q: jax.Array, k: jax.Array, v: jax.Array, *stretches: jax.Array) -> tuple:
         return q + k + v, q[..., 0].swapaxes(1, 2)
 
     def forward(*operands: jax.Array, scale: float) -> tuple:
         assert scale == 0.5
         return counted(*operands)
 
-    def backward(q, k, v, first, out, lse, d_out, *, scale: float) -> tuple:
+    def backward(q, k, v, first, stop, out, lse, d_out, *, scale: float) -> tuple:
         shared = out + lse.swapaxes(1, 2)[..., None]
         return d_out * shared, d_out * shared, d_out * shared
 
@@ -174,3 +227,57 @@ def test_other_documents_have_exactly_no_influence() -> None:
     before, after = run(k, v), run(k.at[:, :100].set(30.0), v.at[:, :100].set(30.0))
     np.testing.assert_array_equal(before[:, 100:], after[:, 100:])
     assert np.abs(before[:, :100] - after[:, :100]).max() > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_blocks_of_a_ring_of_two_add_up(packed: bool, window: int | None) -> None:
+    """Chunks of 128 tokens; the first member holds 0 and 3, the second 1 and 2."""
+    rng = np.random.default_rng(2)
+    round_ = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)  # noqa: E731
+    q, k, v, d_out = (round_(rng.normal(size=(2, 512, heads, 128))) for heads in (4, 2, 2, 4))
+    rows = (100, 28, 300, 84), (1, 511)
+    segments = np.stack([np.repeat(np.arange(len(row)), row) for row in rows]) if packed else None
+    pairs = [
+        ((0, 3), (0, 3)),
+        ((1, 2), (1, 2)),
+        ((3,), (1,)),
+        ((3,), (2,)),
+        ((1,), (0,)),
+        ((2,), (0,)),
+    ]
+    kernel, scale = ATTENTION_BACKENDS["mosaic_gpu"].blocks, 0.1
+    out, lse = np.zeros(q.shape, np.float32), np.full((2, 4, 512), -1e30, np.float32)
+    dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (q, k, v))
+
+    def cut(pair: tuple) -> tuple:
+        rows = places(*pair[0], size=128)
+        columns = rows if pair[0] == pair[1] else places(*pair[1], size=128)
+        arguments = {
+            "scale": scale,
+            "mask": block(segments, window, rows, columns),
+            "dropout": None,
+        }
+        operands = (
+            jnp.asarray(x, jnp.bfloat16) for x in (q[:, rows], k[:, columns], v[:, columns])
+        )
+        return rows, columns, tuple(operands), arguments
+
+    for rows, _, operands, arguments in map(cut, pairs):
+        part = kernel.forward(*operands, **arguments)
+        out[:, rows], lse[:, :, rows] = merge(out[:, rows], lse[:, :, rows], *part)
+    for rows, columns, operands, arguments in map(cut, pairs):
+        of_queries = (
+            jnp.asarray(out[:, rows], jnp.bfloat16),
+            lse[:, :, rows],
+            jnp.asarray(d_out[:, rows], jnp.bfloat16),
+        )
+        shares = kernel.backward(*operands, *of_queries, **arguments)
+        for total, share, at in zip((dq, dk, dv), shares, (rows, columns, columns), strict=True):
+            total[:, at] += np.asarray(share, np.float32)
+    ids = [None, None] if segments is None else segments
+    seen = np.stack([written_out(512, 512, True, window, row) for row in ids])
+    want = attention(q, k, v, scale, seen), *attention_gradients(q, k, v, scale, seen, d_out)
+    for a, b in zip((out, dq, dk, dv), want, strict=True):
+        assert np.abs(a - b).max() < 0.01 * np.abs(b).max()
