@@ -71,12 +71,6 @@ class _Steps:
         return jnp.where(n < self.masked, self.with_mask(n), self.full + n - self.masked)
 
 
-def _stop(first: jax.Array, stop: jax.Array | None) -> jax.Array:
-    """``stop``, or behind each query itself."""
-    own = 1 + jnp.arange(first.shape[1], dtype=jnp.int32)
-    return jnp.broadcast_to(own, first.shape) if stop is None else stop
-
-
 def _require_blocks(q: jax.Array, k: jax.Array) -> None:
     if q.shape[1] % BLOCK or k.shape[1] % BLOCK:
         raise ValueError(
@@ -90,7 +84,7 @@ def forward(
     k: jax.Array,
     v: jax.Array,
     first: jax.Array,
-    stop: jax.Array | None,
+    stop: jax.Array,
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array]:
@@ -101,8 +95,7 @@ def forward(
         k: ``[batch, key, groups, head_dim]``.
         v: as ``k``.
         first: int32 ``[batch, query]``, never falling: the first key that each query sees.
-        stop: likewise, the first key behind those; None: the query's own is the last, and there
-            are as many keys as queries.
+        stop: likewise, the first key behind those that it sees.
         scale: factor on the scores, positive.
 
     Returns:
@@ -116,17 +109,15 @@ def forward(
     plgpu = plgpu_module()
     batch, length, heads, dim = q.shape
     groups, blocks, dtype = k.shape[2], length // BLOCK, q.dtype
-    ends = _stop(first, stop)
     ranges = _ranges(
         first[:, ::BLOCK] // BLOCK,
         -(-first[:, BLOCK - 1 :: BLOCK] // BLOCK),
-        ends[:, ::BLOCK] // BLOCK,
-        -(-ends[:, BLOCK - 1 :: BLOCK] // BLOCK),
+        stop[:, ::BLOCK] // BLOCK,
+        -(-stop[:, BLOCK - 1 :: BLOCK] // BLOCK),
     )
-    bounds = [first] if stop is None else [first, stop]
 
     def attention_forward(q: Any, k: Any, v: Any, ranges: Any, *rest: Any) -> None:
-        bounds_, (out, lse), scratch = rest[: len(bounds)], rest[len(bounds) :][:2], rest[-10:]
+        bounds, (out, lse), scratch = rest[:2], rest[2:4], rest[4:]
         (q_s, k_s, v_s, bounds_s, lse_s), barriers = scratch[:5], scratch[5:]
         q_full, k_full, v_full, k_free, v_free = barriers
         warpgroup, item = lax.axis_index("warpgroup"), lax.axis_index("block")
@@ -142,7 +133,7 @@ def forward(
             for part in range(CONSUMERS):
                 rows = pl.ds(i * BLOCK + part * PART, PART)
                 plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_s.at[part], q_full.at[part])
-                for n, bound in enumerate(bounds_):
+                for n, bound in enumerate(bounds):
                     plgpu.copy_gmem_to_smem(
                         bound.at[row, rows], bounds_s.at[n, part], q_full.at[part]
                     )
@@ -189,12 +180,7 @@ def forward(
                 plgpu.barrier_arrive(k_free.at[slot])
                 if masked:
                     key = _indices(tile, 1, steps.with_mask(n) * BLOCK)
-                    seen = key >= of_row(0)
-                    if stop is None:
-                        seen &= key <= _indices(tile, 0, i * BLOCK + warpgroup * PART)
-                    else:
-                        seen &= key < of_row(1)
-                    scores = jnp.where(seen, scores, HIDDEN)
+                    scores = jnp.where((key >= of_row(0)) & (key < of_row(1)), scores, HIDDEN)
                 new = jnp.maximum(top, jnp.max(scores, axis=1) * (scale * LOG2_E))
                 shrink = jnp.exp2(top - new)
                 weights = jnp.exp2(scores * (scale * LOG2_E) - spread(new, tile))
@@ -236,15 +222,15 @@ def forward(
         scratch_types=(
             plgpu.SMEM((CONSUMERS, PART, dim), dtype, transforms=lines),
             *(stage, stage),
-            plgpu.SMEM((len(bounds), CONSUMERS, PART), jnp.int32),
+            plgpu.SMEM((2, CONSUMERS, PART), jnp.int32),
             plgpu.SMEM((CONSUMERS, PART), jnp.float32),
-            plgpu.Barrier(num_arrivals=1 + len(bounds), num_barriers=CONSUMERS),
+            plgpu.Barrier(num_arrivals=3, num_barriers=CONSUMERS),
             *(plgpu.Barrier(num_barriers=STAGES), plgpu.Barrier(num_barriers=STAGES)),
             *(freed, freed),
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **_grid(batch * heads * blocks),
-    )(q, k, v, ranges, *bounds)
+    )(q, k, v, ranges, first, stop)
 
 
 def _grid(blocks: int) -> dict[str, Any]:
@@ -262,7 +248,7 @@ def backward(
     k: jax.Array,
     v: jax.Array,
     first: jax.Array,
-    stop: jax.Array | None,
+    stop: jax.Array,
     out: jax.Array,
     lse: jax.Array,
     d_out: jax.Array,
@@ -281,20 +267,18 @@ def backward(
     quarter = dim // CONSUMERS  # columns of a warpgroup's gradients of queries
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).swapaxes(1, 2)
     starts = BLOCK * jnp.arange(blocks, dtype=jnp.int32)
-    ends = _stop(first, stop)
     count_of = lambda x: jnp.sum(x, axis=1, dtype=jnp.int32)  # noqa: E731
     ranges = _ranges(
-        count_of(ends[:, STEP - 1 :: STEP, None] <= starts),
-        count_of(ends[:, ::STEP, None] < starts + BLOCK),
+        count_of(stop[:, STEP - 1 :: STEP, None] <= starts),
+        count_of(stop[:, ::STEP, None] < starts + BLOCK),
         count_of(first[:, STEP - 1 :: STEP, None] <= starts),
         count_of(first[:, ::STEP, None] < starts + BLOCK),
     )
-    bounds = [first] if stop is None else [first, stop]
 
     def attention_backward(
         q: Any, k: Any, v: Any, d_out: Any, lse: Any, delta: Any, ranges: Any, *rest: Any
     ) -> None:
-        bounds_, (dq, dk, dv), scratch = rest[: len(bounds)], rest[len(bounds) :][:3], rest[-14:]
+        bounds, (dq, dk, dv), scratch = rest[:2], rest[2:5], rest[5:]
         (k_s, v_s, q_s, do_s, lse_s, delta_s, bounds_s, ds_s, dq_s), barriers = (
             scratch[:9],
             scratch[9:],
@@ -330,7 +314,7 @@ def backward(
                     ready = q_full.at[slot]
                     plgpu.copy_gmem_to_smem(q.at[row, rows, head], q_s.at[slot], ready)
                     plgpu.copy_gmem_to_smem(lse.at[row, head, rows], lse_s.at[slot], ready)
-                    for number, bound in enumerate(bounds_):
+                    for number, bound in enumerate(bounds):
                         plgpu.copy_gmem_to_smem(
                             bound.at[row, rows], bounds_s.at[number, slot], ready
                         )
@@ -372,10 +356,7 @@ def backward(
                         if masked:
                             key = _indices(tile, 0, j * BLOCK + warpgroup * PART)
                             seen = key >= of_query(bounds_s.at[0, slot])
-                            if stop is None:
-                                seen &= key <= _indices(tile, 1, i * STEP)
-                            else:
-                                seen &= key < of_query(bounds_s.at[1, slot])
+                            seen &= key < of_query(bounds_s.at[1, slot])
                             scores = jnp.where(seen, scores, HIDDEN)
                         p = jnp.exp2(scores * (scale * LOG2_E) - of_query(lse_s.at[slot]))
                         plgpu.wgmma(dv_acc, p.astype(dtype), do_s.at[slot])
@@ -438,13 +419,13 @@ def backward(
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         scratch_types=(
             *(keys, keys, stage, stage, numbers, numbers),
-            plgpu.SMEM((len(bounds), STAGES, STEP), jnp.int32),
+            plgpu.SMEM((2, STAGES, STEP), jnp.int32),
             plgpu.SMEM((STAGES, BLOCK, STEP), dtype, transforms=smem_transforms(STEP, 16)),
             plgpu.SMEM(
                 (CONSUMERS, STEP, quarter), jnp.float32, transforms=smem_transforms(quarter, 32)
             ),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=2 + len(bounds), num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=STAGES),
             plgpu.Barrier(num_arrivals=CONSUMERS),
@@ -453,5 +434,5 @@ def backward(
         **_grid(batch * groups * blocks),
     )
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
-    dk, dv = run(q, k, v, d_out, lse, delta, ranges, *bounds, dq)
+    dk, dv = run(q, k, v, d_out, lse, delta, ranges, first, stop, dq)
     return jax.freeze(dq) * scale, dk, dv

@@ -104,10 +104,10 @@ class MosaicGpuAttention:
         positions = jnp.arange(q.shape[1], dtype=jnp.int32)
         segments = scoring.segment_ids
         mask = BlockMask(positions, positions, segments, segments, True, scoring.window)
-        return _attend(q, k, v, visible_keys(mask, q.shape[0])[0], scoring.scale)
+        return _attend(q, k, v, *visible_keys(mask, q.shape[0]), scoring.scale)
 
 
-def visible_keys(mask: BlockMask, batch: int) -> tuple[jax.Array, jax.Array | None]:
+def visible_keys(mask: BlockMask, batch: int) -> tuple[jax.Array, jax.Array]:
     """The stretch of keys that each query of a block sees.
 
     Args:
@@ -117,47 +117,47 @@ def visible_keys(mask: BlockMask, batch: int) -> tuple[jax.Array, jax.Array | No
 
     Returns:
         int32 ``[batch, query]``, never falling: the first key, and the first behind those that are
-        seen; None when that is the one behind the query's own.
+        seen.
     """
     queries, keys = mask.query_positions, mask.key_positions
-    first = jnp.zeros((batch, len(queries)), jnp.int32)
-    stop = None if mask.own_keys else jnp.full_like(first, len(keys))
+    search = functools.partial(jnp.searchsorted, method="scan_unrolled")
+    place = jnp.broadcast_to(jnp.arange(len(queries), dtype=jnp.int32), (batch, len(queries)))
+    first = jnp.zeros_like(place)
+    stop = place + 1 if mask.own_keys else jnp.full_like(place, len(keys))
     if mask.query_segments is not None and mask.key_segments is not None:
-        if stop is None:
-            place = jnp.arange(len(queries), dtype=jnp.int32)
+        if mask.own_keys:
             begins = jnp.diff(mask.query_segments, axis=1) != 0
-            first = lax.cummax(first.at[:, 1:].set(jnp.where(begins, place[1:], 0)), axis=1)
+            first = first.at[:, 1:].set(jnp.where(begins, place[:, 1:], 0))
+            first = lax.cummax(first, axis=1)
         else:
-            search = functools.partial(jnp.searchsorted, method="scan_unrolled")
-            for_rows = lambda side: jax.vmap(functools.partial(search, side=side))  # noqa: E731
-            first = for_rows("left")(mask.key_segments, mask.query_segments)
-            stop = for_rows("right")(mask.key_segments, mask.query_segments)
+            of_rows = lambda side: jax.vmap(functools.partial(search, side=side))  # noqa: E731
+            first = of_rows("left")(mask.key_segments, mask.query_segments)
+            stop = of_rows("right")(mask.key_segments, mask.query_segments)
     if mask.window is not None:
-        earliest = jnp.searchsorted(keys, queries - mask.window + 1, method="scan_unrolled")
-        first = jnp.maximum(first, earliest)
-        if stop is not None:
-            first = jnp.minimum(first, stop)
-    return first.astype(jnp.int32), None if stop is None else stop.astype(jnp.int32)
+        earliest = search(keys, queries - mask.window + 1)
+        first = jnp.minimum(jnp.maximum(first, earliest), stop)
+    return first.astype(jnp.int32), stop.astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, scale: float) -> jax.Array:
-    return _forward(q, k, v, first, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, stop: jax.Array, scale: float
+) -> jax.Array:
+    return _forward(q, k, v, first, stop, scale)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, scale: float
+    q: jax.Array, k: jax.Array, v: jax.Array, first: jax.Array, stop: jax.Array, scale: float
 ) -> tuple[jax.Array, Any]:
-    out, lse = forward(q, k, v, first, None, scale=scale)
+    out, lse = forward(q, k, v, first, stop, scale=scale)
     # Both are what the backward pass reads.
     out, lse = checkpoint_name(out, "core_attn"), checkpoint_name(lse, "core_attn")
-    return out, (q, k, v, first, out, lse)
+    return out, (q, k, v, first, stop, out, lse)
 
 
 def _backward(scale: float, residuals: Any, d_out: jax.Array) -> Any:
-    q, k, v, first, out, lse = residuals
-    dq, dk, dv = backward(q, k, v, first, None, out, lse, d_out, scale=scale)
-    return dq.astype(q.dtype), dk, dv, None
+    dq, dk, dv = backward(*residuals, d_out, scale=scale)
+    return dq.astype(d_out.dtype), dk, dv, None, None
 
 
 _attend.defvjp(_forward, _backward)

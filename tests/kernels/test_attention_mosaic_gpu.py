@@ -67,9 +67,6 @@ def test_the_stretches_are_what_the_mask_shows(
         segments if packed else None, window, queries, queries if pair[0] == pair[1] else keys
     )
     first, stop = visible_keys(mask, 4)
-    if stop is None:
-        assert pair[0] == pair[1]
-        stop = np.broadcast_to(np.arange(1, len(queries) + 1), first.shape)
     assert np.all(np.diff(first) >= 0) and np.all(np.diff(stop) >= 0) and np.all(first <= stop)
     key = np.arange(len(keys))
     seen = (key >= np.asarray(first)[..., None]) & (key < np.asarray(stop)[..., None])
