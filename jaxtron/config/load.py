@@ -194,7 +194,7 @@ def _leave_out_unread(
             out[info.dotted] = spelled(raw[info.section].pop(info.name))
     if out:
         values = ", ".join(f"{key}={out[key]}" for key in READ_UNDER if key in out)
-        log.warning("left out of %s, as nothing reads it under %s: %s", origin, choices, values)
+        log.warning("%s: left out what nothing reads under %s: %s", origin, choices, values)
 
 
 def _build(raw: Raw, problems: list[str]) -> Config | None:
