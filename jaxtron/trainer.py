@@ -115,12 +115,6 @@ class Trainer:
 
     def _open_data(self) -> Datasets:
         config = self.config
-        if config.eval.interval and not config.eval.enabled:
-            log.warning(
-                "eval.interval is %d, but nothing is evaluated: eval.iters is 0 and "
-                "eval.full_validation false",
-                config.eval.interval,
-            )
         datasets = build_datasets(
             config.data,
             vocab_size=config.model.vocab_size,

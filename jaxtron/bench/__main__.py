@@ -16,6 +16,7 @@ from jaxtron.bench.step import DocumentLengths, time_step
 from jaxtron.bench.timeline import measured_timeline
 from jaxtron.cli import at_least, parse_with_overrides, run
 from jaxtron.config.load import load_config
+from jaxtron.config.reads import check_reads
 from jaxtron.config.validate import validate
 from jaxtron.errors import ConfigError
 from jaxtron.launch.initialize import launch, shutdown
@@ -172,6 +173,7 @@ def _time(args: argparse.Namespace, trace: Path | None) -> bool:
             "rows are packed or padded (data.reset_attention_mask, --padded), but of what length "
             "documents are is not said: give --documents MEDIAN SIGMA"
         )
+    check_reads(config)
     launch(config.runtime)
     if trace is not None and jax.default_backend() != "gpu":
         raise ConfigError(

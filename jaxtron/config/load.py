@@ -1,17 +1,21 @@
 """Read a configuration: preset, then file, then overrides; every mistake reported at once."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtron.config.config import Config
 from jaxtron.config.presets import load_preset, preset_names
+from jaxtron.config.reads import READ_UNDER, is_read
 from jaxtron.config.schema import keys, sections
 from jaxtron.config.suggest import did_you_mean
-from jaxtron.config.yaml_io import parse_yaml
+from jaxtron.config.yaml_io import parse_yaml, spelled
 from jaxtron.errors import ConfigError
 from jaxtron.nearest import nearest
+
+log = logging.getLogger(__name__)
 
 Raw = dict[str, Any]
 """Nested plain values as a file gives them: ``{section: {key: value}}``."""
@@ -28,6 +32,10 @@ def load_config(
     from its model alone. Keys of the source replace those of the preset, overrides replace both. A
     key whose value is a mapping is replaced whole by a file; an override may set one entry of it
     (``model.rope_scaling.factor=4``).
+
+    A value of the preset that nothing reads any more under the source's choices is left out, with a
+    warning; so is one of the source under the overrides (``precision.fp8=null`` over a file with
+    details of FP8).
 
     Args:
         source: a YAML file, the name of a preset, nested mappings as a file would give them, or
@@ -50,9 +58,12 @@ def load_config(
         if path in _PRESET_PATHS:
             _set(raw, path, value)
     raw = _expand_presets(raw)
+    below = copy.deepcopy(raw)
     for path, value in settings:
         if path not in _PRESET_PATHS:
             _set(raw, path, value)
+    given = {".".join(path[:2]) for path, _ in settings}
+    _leave_out_unread(raw, given, below, "the overrides", _origin(source))
     config = _build(raw, problems)
     if config is None:
         raise ConfigError(_report(source, overrides, list(dict.fromkeys(problems))))
@@ -61,7 +72,7 @@ def load_config(
 
 def _report(source: Any, overrides: Sequence[str], problems: list[str]) -> str:
     """All problems in one message that begins with where the values came from."""
-    origins = [str(source)] if isinstance(source, str | Path) else []
+    origins = [_origin(source)] if isinstance(source, str | Path) else []
     origins += ["overrides"] if overrides and origins else []
     if not origins:
         return "\n".join(problems)
@@ -69,9 +80,13 @@ def _report(source: Any, overrides: Sequence[str], problems: list[str]) -> str:
     return separator.join([" + ".join(origins) + ":", *problems])
 
 
+def _origin(source: Any) -> str:
+    return str(source) if isinstance(source, str | Path) else "the configuration"
+
+
 def _read(source: str | Path | Mapping[str, Any] | None) -> Raw:
     """The source's own keys; an empty section is an empty mapping."""
-    origin = "the configuration"
+    origin = _origin(source)
     raw: Any
     if source is None:
         return {}
@@ -80,7 +95,6 @@ def _read(source: str | Path | Mapping[str, Any] | None) -> Raw:
     if isinstance(source, Mapping):
         raw = copy.deepcopy(dict(source))
     else:
-        origin = str(source)
         raw = parse_yaml(_read_text(Path(source)), origin) or {}
     if not isinstance(raw, dict):
         raise ConfigError(f"{origin} holds {raw!r}: expected sections with keys below them")
@@ -145,9 +159,42 @@ def _expand_presets(raw: Raw) -> Raw:
         model = dict(raw["model"])
         base["model"] = load_preset(model.pop("preset"))["model"]
         raw["model"] = model
+    merged = dict(base)
     for name, values in raw.items():
-        base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
-    return base
+        merged[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
+    given = {f"{name}.{key}" for name, keys in raw.items() if name in sections() for key in keys}
+    _leave_out_unread(merged, given, base, "the keys over it", "the preset")
+    return merged
+
+
+def _leave_out_unread(
+    raw: Raw, given: Collection[str], below: Raw, choices: str, origin: str
+) -> None:
+    """Take the values out of ``raw`` that ``given`` keys have turned off, and say so.
+
+    Whoever turns FP8 off over a file that has its details makes no mistake; a file that gives them
+    without FP8 does, and one of its values stays, to be refused.
+
+    Args:
+        raw: ``below`` with other values over it; changed.
+        given: the keys of these values, which stay.
+        below: of which a value is left out if it was read there and is not in ``raw``.
+        choices: what the given keys are, for the message.
+        origin: of ``below``, for the message.
+    """
+    out: dict[str, str] = {}
+    while turned_off := [
+        info
+        for info in map(keys().__getitem__, READ_UNDER.keys() - set(given))
+        if raw.get(info.section, {}).get(info.name, info.default) != info.default
+        and is_read(below, info.dotted)
+        and not is_read(raw, info.dotted)
+    ]:
+        for info in turned_off:  # others may depend on it
+            out[info.dotted] = spelled(raw[info.section].pop(info.name))
+    if out:
+        values = ", ".join(f"{key}={out[key]}" for key in READ_UNDER if key in out)
+        log.warning("%s: left out what nothing reads under %s: %s", origin, choices, values)
 
 
 def _build(raw: Raw, problems: list[str]) -> Config | None:

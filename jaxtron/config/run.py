@@ -126,7 +126,7 @@ class EvalConfig:
 
     interval: int = key(0, "Steps between evaluations; 0: never.", ge=0)
     iters: int = key(
-        0, "Global batches per evaluation; 0: skip evaluation, unless full_validation.", ge=0
+        0, "Global batches per evaluation; required with interval, or full_validation.", ge=0
     )
     full_validation: bool = key(
         False,

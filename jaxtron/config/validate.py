@@ -7,6 +7,7 @@ any machine; :func:`validate_for_training` adds what only a training run needs.
 from collections.abc import Callable, Iterator, Mapping
 
 from jaxtron.config.config import Config
+from jaxtron.config.reads import unread
 from jaxtron.config.validate_dynamic_context import DYNAMIC_CONTEXT_CHECKS
 from jaxtron.config.validate_layout import AXES_CHECKS
 from jaxtron.config.validate_model import SHAPE_CHECKS
@@ -27,7 +28,8 @@ def validate(config: Config, num_devices: int) -> dict[str, int]:
     Raises:
         ConfigError: every problem found, one a line, each with what would be right.
     """
-    problems = [problem for check in MODEL_CHECKS for problem in check(config)]
+    problems = list(unread(config, PROGRAM_SECTIONS))
+    problems += [problem for check in MODEL_CHECKS for problem in check(config)]
     axes: dict[str, int] = {}
     try:
         axes = resolve_axes(config.parallel, num_devices)
@@ -53,6 +55,9 @@ def validate_for_training(config: Config, num_devices: int) -> dict[str, int]:
         raise ConfigError("\n".join(problems))
     return axes
 
+
+PROGRAM_SECTIONS = ("model", "parallel", "train", "precision")
+"""Sections that every use of a configuration reads; the others are those of a training run."""
 
 MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (*SHAPE_CHECKS, *MOE_MODEL_CHECKS)
 """Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""

@@ -10,19 +10,6 @@ from jaxtron.parallel.context.dynamic import LARGEST_MENU, dynamic_context, toke
 Axes = Mapping[str, int]
 
 
-def _keys_are_read(config: Config, axes: Axes) -> Iterator[str]:
-    parallel = config.parallel
-    if parallel.dynamic_context:
-        return
-    for name, default in (("min_dynamic_context", 1), ("max_seqlen_per_dp_cp_rank", None)):
-        value = getattr(parallel, name)
-        if value != default:
-            yield (
-                f"parallel.{name} is {value} but parallel.dynamic_context is false, which alone "
-                f"reads it: set parallel.dynamic_context to true, or leave parallel.{name} out"
-            )
-
-
 def _axes_fit(config: Config, axes: Axes) -> Iterator[str]:
     parallel, context = config.parallel, axes["context"]
     if not parallel.dynamic_context:
@@ -138,7 +125,6 @@ def _documents_can_move(config: Config, axes: Axes) -> Iterator[str]:
 
 
 DYNAMIC_CONTEXT_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
-    _keys_are_read,
     _axes_fit,
     _rows_fit,
     _documents_can_move,

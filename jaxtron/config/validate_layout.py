@@ -104,13 +104,6 @@ def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
 def _context_strategy_fits(config: Config, axes: Axes) -> Iterator[str]:
     parallel, context = config.parallel, axes["context"]
     strategy, exchanging = parallel.context_strategy, parallel.context_all_to_all
-    if strategy != "hierarchical" and exchanging is not None:
-        yield (
-            f"parallel.context_all_to_all is {exchanging} but parallel.context_strategy is "
-            f"{strategy}: set parallel.context_strategy to hierarchical, or "
-            "parallel.context_all_to_all to null"
-        )
-        return
     if context == 1:
         return
     if axes["pipeline"] > 1 and strategy in ("ring", "hierarchical"):

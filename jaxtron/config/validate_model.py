@@ -6,7 +6,6 @@ from jaxtron.config.choices import divisors_near, either
 from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.layers.rope import rope_scaling_parameters
-from jaxtron.models.config import ModelConfig
 
 Axes = Mapping[str, int]
 
@@ -46,13 +45,7 @@ def _rotary_channels_are_pairs(config: Config) -> Iterator[str]:
 
 def _rope_scaling_fits(config: Config) -> Iterator[str]:
     model = config.model
-    if model.rope_scaling is None:
-        return
-    if model.position_embedding_type != "rope":
-        yield (
-            f"model.rope_scaling is set but model.position_embedding_type is "
-            f"{model.position_embedding_type}: set model.rope_scaling to null"
-        )
+    if model.rope_scaling is None or model.position_embedding_type != "rope":
         return
     try:
         rope_scaling_parameters(model)
@@ -82,13 +75,8 @@ def _eod_is_a_token(config: Config) -> Iterator[str]:
 def _recompute_method_fits(config: Config) -> Iterator[str]:
     train, layers = config.train, config.model.num_layers
     method, count = train.recompute_method, train.recompute_num_layers
-    if method is None and count is None:
-        return
     if method is None:
-        yield (
-            f"train.recompute_num_layers is {count} but train.recompute_method is null: set "
-            "train.recompute_method to uniform or block, or train.recompute_num_layers to null"
-        )
+        return
     if count is None:
         yield (
             f"train.recompute_method is {method} but train.recompute_num_layers is null: set "
@@ -100,23 +88,12 @@ def _recompute_method_fits(config: Config) -> Iterator[str]:
             f"train.recompute_num_layers {count} is more than model.num_layers {layers}: set it to "
             f"{layers} or less"
         )
-    if train.recompute != "full":
-        yield (
-            f"train.recompute_method and train.recompute_num_layers are forms of train.recompute: "
-            f"full, but train.recompute is {train.recompute}: set train.recompute to full, or both "
-            "to null"
-        )
 
 
 def _tokens_ahead_can_be_predicted(config: Config) -> Iterator[str]:
     model = config.model
     depths = model.mtp_num_layers
     if depths is None:
-        if model.mtp_loss_scaling_factor != ModelConfig.mtp_loss_scaling_factor:
-            yield (
-                f"model.mtp_loss_scaling_factor is {model.mtp_loss_scaling_factor}, but "
-                "model.mtp_num_layers is null: set model.mtp_num_layers, or leave the factor out"
-            )
         return
     if model.position_embedding_type == "learned_absolute":
         yield (
@@ -132,6 +109,27 @@ def _tokens_ahead_can_be_predicted(config: Config) -> Iterator[str]:
         )
 
 
+def _fused_mlp_is_there(config: Config) -> Iterator[str]:
+    model = config.model
+    if model.gated_mlp_backend != "mosaic_gpu":
+        return
+    shown, otherwise = "model.gated_mlp_backend is mosaic_gpu", "model.gated_mlp_backend to auto"
+    all_experts = model.num_experts is not None and all(model.layer_pattern)
+    if all_experts and model.moe_shared_expert_intermediate_size is None:
+        yield (
+            f"{shown}, but every layer has experts (model.num_experts {model.num_experts}, "
+            f"model.moe_layer_freq {model.moe_layer_freq}) and none of them is shared, so there is "
+            f"no MLP that it would compute: set {otherwise} (model.moe_grouped_gemm_backend "
+            "chooses the experts' kernel)"
+        )
+    elif model.activation != "swiglu" or model.add_bias_linear:
+        biases = " with model.add_bias_linear" if model.add_bias_linear else ""
+        yield (
+            f"{shown}, but it computes swiglu without biases alone and model.activation is "
+            f"{model.activation}{biases}: set {otherwise} or xla"
+        )
+
+
 SHAPE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _heads_divide_hidden_size,
     _groups_divide_heads,
@@ -141,5 +139,6 @@ SHAPE_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _eod_is_a_token,
     _recompute_method_fits,
     _tokens_ahead_can_be_predicted,
+    _fused_mlp_is_there,
 )
 """Checks that hold on any mesh; each yields ``what is wrong: what would be right``."""

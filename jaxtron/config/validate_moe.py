@@ -10,24 +10,6 @@ from jaxtron.models.config import ModelConfig
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 
 
-def _keys_have_experts(config: Config) -> Iterator[str]:
-    model = config.model
-    if model.num_experts is not None:
-        return
-    wrong = [
-        field
-        for field in dataclasses.fields(ModelConfig)
-        if field.name.startswith("moe_") and getattr(model, field.name) != field.default
-    ]
-    if wrong:
-        given = ", ".join(f"model.{f.name} is {getattr(model, f.name)}" for f in wrong)
-        defaults = ", ".join(f"model.{f.name} to {_shown(f.default)}" for f in wrong)
-        yield (
-            f"{given}, but model.num_experts is null, so there are no experts: set "
-            f"model.num_experts, or {defaults}"
-        )
-
-
 def _choices_fit_experts(config: Config) -> Iterator[str]:
     model = config.model
     experts, topk = model.num_experts, model.moe_router_topk
@@ -76,13 +58,6 @@ def _router_keys_agree(config: Config) -> Iterator[str]:
             "model.moe_router_enable_expert_bias is for sigmoid scores, but "
             "model.moe_router_score_function is softmax: set it to sigmoid, or the bias to false"
         )
-    rate = model.moe_router_bias_update_rate
-    if rate != _default("moe_router_bias_update_rate") and not model.moe_router_enable_expert_bias:
-        yield (
-            f"model.moe_router_bias_update_rate is {rate}, but "
-            "model.moe_router_enable_expert_bias is false, so there is no bias: set that to true, "
-            "or leave the rate out"
-        )
     if model.moe_aux_loss_coeff and model.moe_router_load_balancing_type in ("sinkhorn", "none"):
         yield (
             f"model.moe_aux_loss_coeff is {model.moe_aux_loss_coeff} but "
@@ -120,11 +95,6 @@ def _router_keys_agree(config: Config) -> Iterator[str]:
                 "model.moe_router_load_balancing_type sinkhorn (sigmoid for one expert a token, "
                 "softmax for more): leave it out"
             )
-    if model.moe_expert_capacity_factor is None and model.moe_token_drop_policy != "probs":
-        yield (
-            f"model.moe_token_drop_policy is {model.moe_token_drop_policy} but nothing is dropped: "
-            "set model.moe_expert_capacity_factor, or leave the policy out"
-        )
 
 
 def _every_layer_has_a_kind(config: Config) -> Iterator[str]:
@@ -167,15 +137,7 @@ def _fp8_exceptions_are_for_all_layers(config: Config) -> Iterator[str]:
 
 def _latent_attention_keys_agree(config: Config) -> Iterator[str]:
     model = config.model
-    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     if not model.multi_latent_attention:
-        for name in names:
-            if getattr(model, name) != _default(name):
-                yield (
-                    f"model.{name} is for multi-head latent attention, but "
-                    "model.multi_latent_attention is false: set that to true, or leave "
-                    f"model.{name} out"
-                )
         return
     for name in ("num_query_groups", "kv_channels", "qk_layernorm", "add_bias_linear"):
         if getattr(model, name):
@@ -211,33 +173,12 @@ def _latent_products_are_in_bf16(config: Config) -> Iterator[str]:
         )
 
 
-def _fp8_experts_are_there(config: Config) -> Iterator[str]:
-    precision = config.precision
-    if not precision.fp8_experts:
-        return
-    if config.model.num_experts is None:
-        yield (
-            "precision.fp8_experts is true, but model.num_experts is null: set precision."
-            "fp8_experts to false, or model.num_experts"
-        )
-    elif precision.fp8 is None:
-        yield (
-            "precision.fp8_experts is true, but precision.fp8 is null: set precision.fp8 to "
-            "current or delayed, or precision.fp8_experts to false"
-        )
-
-
 def _experts_have_no_biases(config: Config) -> Iterator[str]:
     model = config.model
     if model.num_experts is not None and model.add_bias_linear:
         yield (
             "model.add_bias_linear is true, but experts have no biases: set it to false "
             "(model.add_qkv_bias gives attention its own)"
-        )
-    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
-        yield (
-            "model.moe_shared_expert_gate is true but there is no shared expert: set "
-            "model.moe_shared_expert_intermediate_size, or the gate to false"
         )
 
 
@@ -295,7 +236,6 @@ def _shown(value: object) -> str:
 
 
 MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _keys_have_experts,
     _choices_fit_experts,
     _router_keys_agree,
     _experts_have_no_biases,
@@ -303,7 +243,6 @@ MOE_MODEL_CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _fp8_exceptions_are_for_all_layers,
     _latent_attention_keys_agree,
     _latent_products_are_in_bf16,
-    _fp8_experts_are_there,
 )
 
 MOE_LAYOUT_CHECKS: tuple[Callable[[Config, Mapping[str, int]], Iterator[str]], ...] = (

@@ -70,11 +70,13 @@ def _optimizer_can_be_built(config: Config, axes: Axes) -> Iterator[str]:
         yield str(error)
 
 
-def _test_paths_are_read(config: Config, axes: Axes) -> Iterator[str]:
-    if config.data.test_paths and not config.eval.test:
+def _profiled_steps_are_run(config: Config, axes: Axes) -> Iterator[str]:
+    profiled, steps = config.observe.profile_steps, config.train.steps
+    if profiled is not None and profiled[0] > steps:
         yield (
-            "data.test_paths names a test set, but eval.test is false, so nothing would read it: "
-            "set eval.test to true, or leave data.test_paths out"
+            f"observe.profile_steps is {list(profiled)}, but the run ends after step {steps} "
+            "(train.steps), before the first of them: choose earlier steps, or set "
+            "observe.profile_steps to null"
         )
 
 
@@ -82,7 +84,7 @@ TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _pipeline_keeps_weights,
     _layers_can_use_rules,
     _tokenizer_fits_vocabulary,
-    _test_paths_are_read,
+    _profiled_steps_are_run,
     _optimizer_can_be_built,
     _fp8_fits,
 )

@@ -11,8 +11,9 @@ called as ``factory(config, schedule, decay_mask, **config.options)`` and return
         return optax.lamb(schedule, b1=b1, weight_decay=config.weight_decay, mask=decay_mask)
 
 ``schedule`` maps a count of updates to the learning rate (:mod:`jaxtron.optim.schedule`) and
-``decay_mask`` is true for parameters that weight decay applies to. The state must be a tree of
-arrays, in which what belongs to the parameters lies in trees like the parameters'. With
+``decay_mask`` is true for parameters that weight decay applies to. A weight decay that grows is not
+handed over, so ``weight_decay_incr_style`` is refused. The state must be a tree of arrays, in which
+what belongs to the parameters lies in trees like the parameters'. With
 ``decoupled_lr`` it is called once for each of the two groups of parameters, with trees that hold
 ``optax.MaskedNode()`` in place of the parameters of the other.
 """

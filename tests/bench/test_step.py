@@ -104,6 +104,11 @@ def test_numbers_that_are_too_small_are_refused(
     assert "or more" in capsys.readouterr().err
 
 
+def test_a_setting_that_nothing_reads_is_refused_before_anything_is_timed() -> None:
+    with pytest.raises(ConfigError, match="muon_momentum is 0.9, but optimizer.name is adamw"):
+        main(["step", "--config", "tiny", "optimizer.muon_momentum=0.9"])
+
+
 def test_a_profile_without_a_gpu_is_refused_before_anything_is_timed() -> None:
     with pytest.raises(ConfigError, match="time of a GPU, but the devices are cpu"):
         main(["profile", "--config", "tiny"])

@@ -11,6 +11,7 @@ from jaxtron.config.config import Config
 from jaxtron.config.dump import to_dict
 from jaxtron.config.load import load_config
 from jaxtron.config.presets import preset_names
+from jaxtron.config.reads import check_reads
 from jaxtron.config.schema import keys
 from jaxtron.config.suggest import _FROM_MEGATRON, did_you_mean
 from jaxtron.config.yaml_io import to_yaml
@@ -176,6 +177,97 @@ def test_a_section_refuses_its_own_combinations_beside_other_problems() -> None:
     message = load_error({"preset": "tiny"}, "checkpoint.interval=5", "train.steps=x")
     assert "checkpoint.dir" in message
     assert "train.steps" in message
+
+
+FP8 = {"fp8": "delayed", "fp8_amax_history_len": 16, "fp8_format": "e4m3"}
+SETS = {"source": "indexed", "valid_sets": {"b": ["c"]}}
+EVALUATION = {"data": SETS, "eval": {"interval": 10, "iters": 2, "test": True}}
+
+
+@pytest.mark.parametrize(
+    "source, override, left_out",
+    [
+        (
+            {"precision": FP8},
+            "precision.fp8=null",
+            ["precision.fp8_format='e4m3'", "precision.fp8_amax_history_len=16"],
+        ),
+        ({"precision": FP8}, "precision.fp8=current", ["precision.fp8_amax_history_len=16"]),
+        (
+            EVALUATION,
+            "eval.iters=0",
+            ["data.valid_sets={'b': ['c']}", "eval.interval=10", "eval.test=true"],
+        ),
+        (
+            # the tokens are read with the rate, which synthetic rows do not have
+            {"data": {"source": "indexed", "fim_rate": 0.5, "fim_tokens": {"prefix": 1}}},
+            "data.source=synthetic",
+            ["data.fim_rate=0.5", "data.fim_tokens={'prefix': 1}"],
+        ),
+        (
+            {"checkpoint": {"load": "/weights", "finetune": True}},
+            "checkpoint.load=null",
+            ["checkpoint.finetune=true"],
+        ),
+        (
+            {"preset": "mixtral_8x7b"},
+            "model.num_experts=null",
+            ["model.moe_router_load_balancing_type='aux_loss'", "model.moe_aux_loss_coeff=0.02"],
+        ),
+        (
+            {"preset": "mixtral_8x7b"},
+            "optimizer.lr_decay_style=constant",
+            ["optimizer.min_lr=3e-05"],
+        ),
+    ],
+)
+def test_what_an_override_turns_off_is_left_out_of_the_file_and_said(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    source: dict[str, Any],
+    override: str,
+    left_out: list[str],
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(to_yaml({"preset": "tiny"} | source))
+    check_reads(load_config(path))
+    assert not caplog.records
+    config = load_config(path, [override])
+    check_reads(config)
+    (said,) = caplog.messages
+    assert str(path) in said and "the overrides" in said
+    for words in left_out:
+        assert words in said
+        section, name = words.split("=")[0].split(".")
+        assert getattr(getattr(config, section), name) == keys()[f"{section}.{name}"].default
+
+
+def test_what_a_file_turns_off_is_left_out_of_its_preset_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = {"preset": "llama3_8b", "optimizer": {"lr_decay_style": "constant"}}
+    config = load_config(source)
+    check_reads(config)
+    assert (config.optimizer.min_lr, config.optimizer.lr_decay_steps) == (0, None)
+    (said,) = caplog.messages
+    assert "the preset" in said and "optimizer.min_lr=3e-06" in said
+
+
+@pytest.mark.parametrize(
+    "source, overrides, key",
+    [
+        # given on the command line itself
+        ({"precision": FP8}, ["precision.fp8=null", "precision.fp8_format=e4m3"], "fp8_format"),
+        # the file contradicts itself
+        ({"precision": FP8 | {"fp8": None}}, [], "fp8_format"),
+        ({"precision": FP8 | {"fp8": None}}, ["train.steps=3", "precision.fp8=null"], "fp8_format"),
+    ],
+)
+def test_what_no_override_has_turned_off_is_refused(
+    source: dict[str, Any], overrides: list[str], key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"precision.{key} is e4m3, but precision.fp8 is null"):
+        check_reads(load_config({"preset": "tiny"} | source, overrides))
 
 
 def test_required_keys_are_listed_with_their_meaning() -> None:

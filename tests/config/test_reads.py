@@ -11,6 +11,7 @@ from jaxtron.config.presets import preset_names
 from jaxtron.config.reads import OWN, READ_UNDER, check_reads, is_read
 from jaxtron.config.schema import keys
 from jaxtron.errors import ConfigError
+from jaxtron.optim.optimizer import OPTIMIZERS
 
 ALWAYS_READ = {
     "model": "architecture num_layers hidden_size ffn_hidden_size num_attention_heads "
@@ -21,31 +22,26 @@ ALWAYS_READ = {
     "window_size attention_backend gated_mlp_backend num_experts mtp_num_layers",
     "parallel": "data fsdp pipeline tensor context expert data_sharding overlap_param_gather "
     "overlap_grad_reduce dynamic_context rules",
-    "data": "source seq_length tokenizer eod_token reset_position_ids reset_attention_mask "
-    "eod_mask_loss dataloader_type num_workers num_threads prefetch",
+    "data": "source seq_length tokenizer reset_position_ids reset_attention_mask eod_mask_loss "
+    "dataloader_type num_workers num_threads",
     "train": "steps global_batch_size rampup_batch_size micro_batch_size num_microbatches "
     "microbatches_at_once seed layer_loop recompute exit_duration_min exit_interval "
     "exit_signal_handler",
     "optimizer": "name lr lr_decay_style lr_warmup_steps decoupled_lr override_opt_param_scheduler "
-    "weight_decay_incr_style apply_wd_to_qk_layernorm offload clip_grad grad_norm_skip_threshold",
+    "offload clip_grad grad_norm_skip_threshold",
     "precision": "compute logits params grads grad_reduce fp8",
     "loss": "reduction z_loss_coeff chunk_tokens",
     "checkpoint": "dir load async_save verify file_checksums",
-    "eval": "interval",
     "observe": "dir log_interval tensorboard progress peak_tflops",
-    "runtime": "cpu_devices xla_flags deterministic gpu_memory_fraction matmul_precision "
-    "compilation_cache_dir coordinator_address num_processes process_id local_device_ids "
-    "initialization_timeout_s heartbeat_timeout_s stall_timeout_s",
+    "runtime": "cpu_devices xla_flags deterministic matmul_precision compilation_cache_dir "
+    "coordinator_address num_processes process_id initialization_timeout_s heartbeat_timeout_s "
+    "stall_timeout_s",
 }
 """Under every choice, or with nothing to lose where they are not."""
 
 OTHER_CHECKS = {
-    "model": "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_scaling "
-    "mtp_loss_scaling_factor",
-    "parallel": "sequence_parallel context_strategy context_all_to_all context_cut_documents "
-    "min_dynamic_context max_seqlen_per_dp_cp_rank virtual_pipeline pipeline_schedule "
-    "pipeline_layout",
-    "train": "recompute_method recompute_num_layers",
+    "parallel": "sequence_parallel context_strategy context_cut_documents virtual_pipeline "
+    "pipeline_schedule pipeline_layout",
 }
 """Refused by ``validate_*``, or idle only on a mesh axis of one device, which is no choice."""
 
@@ -72,14 +68,18 @@ VALUES = {
     "data.fim_rate": 0.5,
     "data.fim_spm_rate": 0.25,
     "data.fim_tokens": {"prefix": 1},
+    "data.num_threads": 2,
     "data.split": "1",
     "data.valid_sets": {"code": ["/data/code"]},
     "observe.dir": "/run",
     "observe.profile_steps": [2, 3],
     "optimizer.adafactor_clip_threshold": 2.0,
+    "optimizer.weight_decay": 0.2,
     "precision.min_loss_scale": 0.5,
+    "runtime.local_device_ids": [0],
 }
-OFF = {"data.paths": [], "data.fim_rate": 0.0, "precision.loss_scale": 8.0}
+OFF = {"data.paths": [], "precision.loss_scale": 8.0, "runtime.cpu_devices": 8}
+OPTIMIZER_NAMES = ("sgd", "adamw", "outside:function")
 COMPANIONS = {"eval.test": {"eval.interval": 1, "eval.iters": 1}}
 
 PAIRS = [(key, choice) for key, choices in READ_UNDER.items() for choice in choices]
@@ -126,17 +126,17 @@ def made(choice):
 
 def not_made(choice):
     """A value under which the choice does not hold."""
-    if choice.key == "optimizer.name":
-        return "sgd" if "sgd" not in choice.among else "adamw"
-    if choice.key == "data.source":
-        return "synthetic"
     if choice.key in OFF:
         return OFF[choice.key]
-    if choice.among and None not in [*choice.among, *kinds(choice.key)]:
-        others = [word for word in words(choice.key) if word not in choice.among]
-        return others[0]
+    named = {"optimizer.name": OPTIMIZER_NAMES, "data.source": ("synthetic", "chat")}
+    for word in named.get(choice.key, words(choice.key) if choice.among else []):
+        if word not in choice.among:
+            return word
+    if choice.among == (False,):
+        return True
     kind = kinds(choice.key)[0]
-    return {bool: False, int: 0}.get(kind) if types.NoneType not in kinds(choice.key) else None
+    zero = {bool: False, int: 0, float: 0.0}
+    return None if types.NoneType in kinds(choice.key) else zero[kind]
 
 
 def raw_of(values):
@@ -173,11 +173,83 @@ def test_the_message_has_the_value_and_what_would_be_right():
     ]
 
 
+OTHERS = [(key, c, other) for key, c in PAIRS for other in c.others]
+
+
+@pytest.mark.parametrize("key, choice, other", OTHERS, ids=[f"{k} {o.key}" for k, _, o in OTHERS])
+def test_one_of_several_choices_is_enough(key, choice, other):
+    values = {c.key: made(c) for c in READ_UNDER[key]} | {key: value_for(key)}
+    values[choice.key] = not_made(choice)
+    values[other.key] = made(other)
+    assert is_read(raw_of(values), key), values
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        (
+            {"data.prefetch": 8, "data.num_threads": 0},
+            "data.prefetch is 8, but data.num_threads is 0 and data.num_workers is 0, under which "
+            "nothing reads it: set data.num_threads, or set data.num_workers, or leave "
+            "data.prefetch at 2",
+        ),
+        (
+            {"optimizer.apply_wd_to_qk_layernorm": True},
+            "optimizer.apply_wd_to_qk_layernorm is true, but model.qk_layernorm is false and ",
+        ),
+        (
+            {
+                "optimizer.apply_wd_to_qk_layernorm": True,
+                "model.qk_layernorm": True,
+                "optimizer.weight_decay": 0.0,
+            },
+            "optimizer.apply_wd_to_qk_layernorm is true, but optimizer.weight_decay is 0.0 and ",
+        ),
+        (
+            {"data.valid_paths": ["a"], "data.train_paths": ["b"]},
+            "data.valid_paths is ['a'], but eval.interval is 0, under which nothing reads it: set "
+            "eval.interval, or leave data.valid_paths at []",
+        ),
+        (
+            {"eval.interval": 5},
+            "eval.interval is 5, but eval.iters is 0 and eval.full_validation is false, ",
+        ),
+        (
+            {
+                "optimizer.name": "mine:lamb",
+                "optimizer.weight_decay_incr_style": "linear",
+                "optimizer.start_weight_decay": 0.0,
+                "optimizer.end_weight_decay": 0.1,
+            },
+            "optimizer.weight_decay_incr_style is linear, but optimizer.name is mine:lamb, ",
+        ),
+        (
+            {"optimizer.end_weight_decay": 0.1},
+            "optimizer.end_weight_decay is 0.1, but optimizer.weight_decay_incr_style is constant",
+        ),
+        ({"data.eod_token": 3, "data.source": "chat"}, "eod_token is 3, but data.source is chat"),
+        ({"data.eod_token": 3}, "data.eod_token is 3, but data.reset_attention_mask is false and "),
+        (
+            {"runtime.gpu_memory_fraction": 0.5, "runtime.cpu_devices": 8},
+            "runtime.gpu_memory_fraction is 0.5, but runtime.cpu_devices is 8, ",
+        ),
+    ],
+)
+def test_the_choice_that_leaves_a_value_unread_is_named(keys, message):
+    with pytest.raises(ConfigError) as caught:
+        check_reads(load_config(raw_of(keys)))
+    assert message in str(caught.value)
+
+
+def test_an_own_optimizer_gets_a_constant_weight_decay_alone():
+    (choice,) = READ_UNDER["optimizer.weight_decay_incr_style"]
+    assert set(choice.among) == set(OPTIMIZERS)
+
+
 def test_every_key_is_in_the_table_or_read_always():
     placed = [*READ_UNDER]
     for names in (ALWAYS_READ, OTHER_CHECKS):
         placed += [f"{section}.{name}" for section, text in names.items() for name in text.split()]
-    placed += [key for key in keys() if key.startswith("model.moe_")]  # all need num_experts
     assert sorted(placed) == sorted(keys())
 
 

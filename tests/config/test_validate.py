@@ -366,6 +366,14 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused() -> None:
         validate_for_training(config, 1)
 
 
+def test_a_trace_of_steps_after_the_last_is_refused() -> None:
+    overrides = ["observe.dir=run", "train.steps=10"]
+    validate_for_training(load_config(BASE, [*overrides, "observe.profile_steps=[10, 12]"]), 1)
+    late = load_config(BASE, [*overrides, "observe.profile_steps=[11, 12]"])
+    with pytest.raises(ConfigError, match=r"profile_steps is \[11, 12\], but .* after step 10"):
+        validate_for_training(late, 1)
+
+
 def test_a_missing_tokenizer_is_refused_by_name() -> None:
     config = load_config(BASE, ["data.tokenizer=/nowhere/tokenizer.json"])
     with pytest.raises(ConfigError, match="data.tokenizer: .*nowhere"):

@@ -17,8 +17,8 @@ REFUSED = {
             "model.moe_aux_loss_coeff is 0.1",
             "model.moe_router_load_balancing_type is aux_loss",
             "num_experts is null",
-            "model.moe_aux_loss_coeff to 0.0",
-            "model.moe_router_load_balancing_type to seq_aux_loss",
+            "model.moe_aux_loss_coeff at 0.0",
+            "model.moe_router_load_balancing_type at seq_aux_loss",
         ],
         ["model.num_experts=4"],
     ),
@@ -66,6 +66,21 @@ REFUSED = {
         ["moe_aux_loss_coeff is 0.1", "none"],
         ["model.moe_aux_loss_coeff=0"],
     ),
+    "kind_of_a_loss_without_weight": (
+        [*EXPERTS, "model.moe_router_load_balancing_type=aux_loss"],
+        ["moe_router_load_balancing_type is aux_loss", "moe_aux_loss_coeff is 0.0", "to none"],
+        ["model.moe_aux_loss_coeff=0.01"],
+    ),
+    "fused_mlp_without_an_mlp": (
+        [*EXPERTS, "model.gated_mlp_backend=mosaic_gpu"],
+        ["gated_mlp_backend is mosaic_gpu", "num_experts 8", "moe_layer_freq 1", "to auto"],
+        ["model.gated_mlp_backend=auto"],
+    ),
+    "fused_mlp_of_another_activation": (
+        ["model.gated_mlp_backend=mosaic_gpu", "model.activation=geglu"],
+        ["gated_mlp_backend is mosaic_gpu", "swiglu", "activation is geglu", "to auto"],
+        ["model.activation=swiglu"],
+    ),
     "scaled_sinkhorn": (
         [
             *EXPERTS,
@@ -87,7 +102,7 @@ REFUSED = {
     ),
     "gate_without_shared_expert": (
         [*EXPERTS, "model.moe_shared_expert_gate=true"],
-        ["moe_shared_expert_gate", "no shared expert"],
+        ["moe_shared_expert_gate is true", "moe_shared_expert_intermediate_size is null"],
         ["model.moe_shared_expert_intermediate_size=32"],
     ),
     "rate_of_a_bias_without_bias": (
@@ -204,3 +219,15 @@ def test_refused_with_a_fix_that_works(name: str) -> None:
     for word in words:
         assert any(choice in str(error.value) for choice in word.split("|"))
     validate(load_config({"preset": "tiny"}, [*overrides, *fix]), 8)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [*EXPERTS, "model.moe_layer_freq=[0, 1, 1, 1]"],
+        [*EXPERTS, "model.moe_shared_expert_intermediate_size=32"],
+    ],
+)
+def test_the_fused_mlp_may_be_asked_for_where_there_is_one(overrides: list[str]) -> None:
+    validate(load_config({"preset": "tiny"}, [*overrides, "model.gated_mlp_backend=mosaic_gpu"]), 8)

@@ -141,18 +141,15 @@ def test_evaluations_are_at_each_interval_and_at_the_end(tmp_path):
     assert all(r["eval_tokens"] == 8 * SEQ for r in evaluations(tmp_path))
 
 
-@pytest.mark.parametrize("eval_section", [{"interval": 2, "iters": 0}, {"interval": 0, "iters": 0}])
-def test_no_evaluation_needs_no_validation_split(tmp_path, eval_section, caplog):
-    result = train(
-        tmp_path,
-        data={"split": "100,0,0"},
-        train={"exit_interval": 2},
-        eval=eval_section,
-    )
+def test_no_evaluation_needs_no_validation_split(tmp_path):
+    result = train(tmp_path, data={"split": "100,0,0"}, train={"exit_interval": 2})
     assert (result.step, result.eval_loss) == (2, None)
     assert evaluations(tmp_path) == []
-    said = "eval.interval is 2, but nothing is evaluated" in caplog.text
-    assert said == (eval_section["interval"] == 2)
+
+
+def test_an_interval_without_anything_to_evaluate_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.interval is 2, but eval\.iters is 0"):
+        make_trainer(make_config(tmp_path, eval={"interval": 2, "iters": 0}))
 
 
 def mean_loss(trainer, state, text):

@@ -94,10 +94,10 @@ def test_while_the_step_is_compiled(tmp_path, monkeypatch):
     assert (result.step, result.reason, saved(tmp_path)) == (0, "SIGTERM", [0])
 
 
-@pytest.mark.parametrize("num_threads", [0, 1])
-def test_while_data_stalls(tmp_path, whole, num_threads):
+@pytest.mark.parametrize("reading", [{"num_threads": 0}, {"num_threads": 1, "prefetch": 1}])
+def test_while_data_stalls(tmp_path, whole, reading):
     """The batch of step 3 never comes; the two steps before it are saved at once."""
-    trainer = start(tmp_path, data={"num_threads": num_threads, "prefetch": 1})
+    trainer = start(tmp_path, data=reading)
     set_data(trainer, train=Acting(trainer.datasets.train, 2 * 8, stall))
     began = time.monotonic()
     result = trainer.fit()
