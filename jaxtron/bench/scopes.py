@@ -9,7 +9,7 @@ which operation of the program an instruction comes:
 import gzip
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,24 +100,31 @@ class ScopeTimes:
         passes: per scope, the time in each pass. Kernels of instructions without a scope are under
             ``NO_SCOPE``, those of no instruction that the text has under ``NO_INSTRUCTION``.
         communication: per scope, how much of it is communication.
+        nameless: of ``NO_SCOPE`` the time by instruction, of ``NO_INSTRUCTION`` by kernel.
     """
 
     total: float
     passes: Mapping[str, Mapping[str, float]]
     communication: Mapping[str, float]
+    nameless: Mapping[str, Mapping[str, float]]
 
-    def _ranked(self) -> Iterator[tuple[str, Mapping[str, float]]]:
+    def _ranked(self) -> list[tuple[str, Mapping[str, float]]]:
         """Scopes by their time, the longest first; what has none comes last."""
-        nameless = (NO_SCOPE, NO_INSTRUCTION)
-        return iter(
-            sorted(
-                self.passes.items(),
-                key=lambda item: (item[0] in nameless, -sum(item[1].values())),
-            )
+        return sorted(
+            self.passes.items(),
+            key=lambda item: (item[0] in self.nameless, -sum(item[1].values())),
         )
 
+    def _longest(self, name: str, steps: int) -> str:
+        """The most of what has no scope."""
+        ranked = sorted(self.nameless[name].items(), key=lambda item: -item[1])[:5]
+        return f"{name}: " + ", ".join(f"{each} {1e3 * t / steps:.2f}" for each, t in ranked)
+
     def lines(self, steps: int) -> list[str]:
-        """A table in milliseconds per step, with the sum of all kernels' time at its end."""
+        """A table in milliseconds per step, with the sum of all kernels' time at its end.
+
+        Below it what took longest of that without a scope.
+        """
         columns = [f"{column:>9s}" for column in (*PASSES, "sum", "share", "communication")]
         width = max(map(len, (*self.passes, "all kernels")))
 
@@ -138,6 +145,8 @@ class ScopeTimes:
             line("ms of a step", columns),
             *(row(name, passes, self.communication[name]) for name, passes in self._ranked()),
             row("all kernels", sums, sum(self.communication.values())),
+            "",
+            *(self._longest(name, steps) for name, _ in self._ranked() if name in self.nameless),
         ]
 
     def to_dict(self, steps: int) -> dict[str, dict[str, float]]:
@@ -163,15 +172,21 @@ def scope_times(kernels: Iterable[Kernel], text: str) -> ScopeTimes:
     names = operations(text)
     passes: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     communication: dict[str, float] = defaultdict(float)
+    nameless: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for kernel in kernels:
+        length = kernel.end - kernel.start
         scope, which = NO_INSTRUCTION, "other"
         if kernel.instruction in names:
             scope, which = scope_of(names[kernel.instruction])
-        length = kernel.end - kernel.start
-        passes[scope or NO_SCOPE][which] += length
-        communication[scope or NO_SCOPE] += length * (kind_of(kernel.name) == "communication")
+            if not scope:
+                scope = NO_SCOPE
+                nameless[scope][kernel.instruction] += length
+        else:
+            nameless[scope][kernel.name] += length
+        passes[scope][which] += length
+        communication[scope] += length * (kind_of(kernel.name) == "communication")
     total = max(k.end for k in kernels) - min(k.start for k in kernels)
-    return ScopeTimes(total, passes, communication)
+    return ScopeTimes(total, passes, communication, nameless)
 
 
 def save_step_text(folder: Path, text: str) -> None:

@@ -63,7 +63,7 @@ EVENTS = [
     kernel("wrapped_add", 410, 20, "adam.7"),
     kernel("MemcpyD2D", 430, 5, "copy.8"),
     kernel("nvjet_1", 435, 7, "command_buffer_1"),
-    kernel("nvjet_1", 492, 8, None),
+    kernel("wrapped_sort", 492, 8, None),
 ]
 
 # of two steps in 500 ms, so halves: attention forward 60 + 40 + 10 + 50, all kernels 500
@@ -94,9 +94,13 @@ def test_time_is_told_apart_by_scope_and_pass_and_none_is_dropped(
     saved = folder / "out.json"
     words = ["--read", str(folder), "--scopes", "--traced-steps", "2", "--json", str(saved)]
     assert main(["profile", *words]) == 0
-    _, table = capsys.readouterr().out.split("\n\n")
+    _, table, rest = capsys.readouterr().out.split("\n\n")
     assert table.split() == TABLE.split()
     assert len({len(line) for line in table.splitlines()}) == 1  # columns are aligned
+    assert rest.splitlines() == [
+        "of no known instruction: wrapped_sort 4.00, nvjet_1 3.50",
+        "without a scope: copy.8 2.50",
+    ]
     scopes = json.loads(saved.read_text())["scopes"]
     assert list(scopes)[:2] == ["attention", "mlp"]
     assert scopes["attention"] == pytest.approx(
