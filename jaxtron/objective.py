@@ -125,7 +125,8 @@ class Objective:
 
         def loss(copies: Any, side: Any, x: jax.Array) -> Any:
             inputs = self.inputs(side, step)
-            x = model.final(copies, fetch, x, inputs)
+            with jax.named_scope("loss"):
+                x = model.final(copies, fetch, x, inputs)
             if head is not None:
                 return jnp.zeros(()), head(copies, side, x)
             weight = model.output_weight(copies, fetch)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxtron.program import Program, State
 
 
+@jax.named_scope("optimizer")
 def apply_gradients(program: "Program", state: "State", total: Any) -> tuple["State", Any]:
     """The state after the optimizer's update, and the step's metrics (traceable).
 

@@ -1,20 +1,25 @@
 """``python -m jaxtron.bench step | profile | matrix``: time training steps, say where time goes."""
 
 import argparse
+import dataclasses
+import json
 import logging
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from jaxtron.bench.breakdown import breakdown, read_trace
+from jaxtron.bench.breakdown import breakdown, kernels_of, read_trace
 from jaxtron.bench.matrix import __doc__ as matrix_help
 from jaxtron.bench.matrix import read_matrix, run_matrix, table
-from jaxtron.bench.step import DocumentLengths, time_step
+from jaxtron.bench.scopes import COMMAND_BUFFERS, ScopeTimes, read_step_text, scope_times
+from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
 from jaxtron.bench.timeline import measured_timeline
 from jaxtron.cli import at_least, parse_with_overrides, run
+from jaxtron.config.config import Config
 from jaxtron.config.load import load_config
 from jaxtron.config.reads import check_reads
 from jaxtron.config.validate import validate
@@ -27,6 +32,7 @@ EXAMPLE = """examples:
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --steps 5 --json out.json \\
       model.num_layers=8 data.seq_length=4096 train.global_batch_size=16
   python -m jaxtron.bench profile --config configs/llama3_8b.yaml --top 20 model.num_layers=8
+  python -m jaxtron.bench profile --config configs/llama3_8b.yaml --scopes model.num_layers=8
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --documents 4096 1.2 \\
       data.seq_length=65536 parallel.context=4 parallel.dynamic_context=true
   python -m jaxtron.bench profile --read runs/llama/profile --traced-steps 3
@@ -77,6 +83,11 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument(
                 "--top", type=at_least(0), default=0, help="also list the longest kernels"
             )
+            sub.add_argument(
+                "--scopes",
+                action="store_true",
+                help="also break it down by part of the model, forward and backward apart",
+            )
             sub.add_argument("--read", type=Path, help="break down this trace instead of a run")
             sub.add_argument(
                 "--timeline",
@@ -113,15 +124,25 @@ def main(argv: list[str] | None = None) -> int:
     _check_folder(getattr(args, "timeline", None), "--timeline")
     drawn = _timeline(args)
     if args.verb == "step":
-        _time(args, None)
+        _record(args, _time(args, None), None)
     elif args.read is not None:
-        _print_breakdown(args.read, args, drawn)
+        _record(args, None, _print_breakdown(args.read, args, drawn))
     else:
         with tempfile.TemporaryDirectory() as scratch:
             folder = args.trace or Path(scratch)
-            if _time(args, folder):
-                _print_breakdown(folder, args, drawn)
+            if (timing := _time(args, folder)) is not None:
+                _record(args, timing, _print_breakdown(folder, args, drawn))
     return 0
+
+
+def _record(args: argparse.Namespace, timing: StepTiming | None, scopes: ScopeTimes | None) -> None:
+    """Append what was measured to the file of ``--json``."""
+    found: dict[str, Any] = {} if timing is None else dataclasses.asdict(timing)
+    if scopes is not None:
+        found = {"name": args.name, **found, "scopes": scopes.to_dict(args.traced_steps)}
+    if args.json is not None and found:
+        with args.json.open("a") as file:
+            file.write(json.dumps(found) + "\n")
 
 
 def _timeline(args: argparse.Namespace) -> Timeline | None:
@@ -162,8 +183,8 @@ def _matrix(args: argparse.Namespace) -> int:
     return 1 if any(outcome.timing is None for outcome in outcomes) else 0
 
 
-def _time(args: argparse.Namespace, trace: Path | None) -> bool:
-    """Time steps; the first process of the job says how long they took. Whether this is it."""
+def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming | None:
+    """Time steps; the first process of the job says how long they took, the others have None."""
     overrides = ["data.source=synthetic", *args.overrides]
     if args.documents is not None and not args.padded:
         overrides += ["data.reset_attention_mask=true", "data.reset_position_ids=true"]
@@ -174,6 +195,8 @@ def _time(args: argparse.Namespace, trace: Path | None) -> bool:
             "documents are is not said: give --documents MEDIAN SIGMA"
         )
     check_reads(config)
+    if getattr(args, "scopes", False):
+        config = _with_instructions(config)
     launch(config.runtime)
     if trace is not None and jax.default_backend() != "gpu":
         raise ConfigError(
@@ -194,11 +217,27 @@ def _time(args: argparse.Namespace, trace: Path | None) -> bool:
     first = jax.process_index() == 0
     if first:
         print("\n".join([result.line(), *result.circumstances()]), flush=True)
-        if args.json is not None:
-            with args.json.open("a") as file:
-                file.write(result.to_json() + "\n")
     shutdown()
-    return first
+    return result if first else None
+
+
+def _with_instructions(config: Config) -> Config:
+    """The configuration with command buffers off: their kernels carry no instruction."""
+    if config.parallel.dynamic_context:
+        raise ConfigError(
+            "--scopes reads the text of one compiled step, but parallel.dynamic_context is true, "
+            "whose step is of several executables: set it to false, or leave --scopes out"
+        )
+    flags = config.runtime.xla_flags
+    if given := {value for name, value in flags.items() if name.lstrip("-") == COMMAND_BUFFERS}:
+        if given != {""}:
+            raise ConfigError(
+                f"--scopes needs runtime.xla_flags.{COMMAND_BUFFERS} empty, because kernels of "
+                f"command buffers carry no instruction, but it is {given.pop()}: leave it out"
+            )
+        return config
+    runtime = dataclasses.replace(config.runtime, xla_flags={**flags, COMMAND_BUFFERS: ""})
+    return dataclasses.replace(config, runtime=runtime)
 
 
 def _check_folder(file: Path | None, option: str) -> None:
@@ -207,12 +246,20 @@ def _check_folder(file: Path | None, option: str) -> None:
         raise ConfigError(f"{option} is {file}, but there is no folder {file.parent}: make it")
 
 
-def _print_breakdown(folder: Path, args: argparse.Namespace, drawn: Timeline | None) -> None:
+def _print_breakdown(
+    folder: Path, args: argparse.Namespace, drawn: Timeline | None
+) -> ScopeTimes | None:
+    """Print what a trace tells; returns what ``--scopes`` asks for."""
+    text = read_step_text(folder) if args.scopes else None
     events = read_trace(folder)
     print("\n".join(breakdown(events).lines(args.traced_steps, args.top)), flush=True)
+    scopes = None if text is None else scope_times(kernels_of(events), text)
+    if scopes is not None:
+        print("\n".join(["", *scopes.lines(args.traced_steps)]), flush=True)
     if drawn is not None:
         args.timeline.write_text(measured_timeline(drawn, events))
         print(f"timeline written to {args.timeline}")
+    return scopes
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtron.errors import DataError
 
@@ -21,6 +21,22 @@ KINDS: tuple[tuple[str, str], ...] = (
 OTHER = "other compute"
 
 Span = tuple[float, float]
+
+
+class Kernel(NamedTuple):
+    """A kernel of a trace.
+
+    Attributes:
+        start: in seconds.
+        end: in seconds.
+        name: of the kernel.
+        instruction: of the compiled program that it was launched for; empty if it is not told.
+    """
+
+    start: float
+    end: float
+    name: str
+    instruction: str
 
 
 @dataclass(frozen=True)
@@ -82,8 +98,8 @@ def _length(spans: Iterable[Span]) -> float:
 
 def device_kernels(
     events: Iterable[Mapping[str, Any]],
-) -> dict[int, list[tuple[float, float, str]]]:
-    """Per GPU of the traced process, its kernels: start and end in seconds, and name.
+) -> dict[int, list[Kernel]]:
+    """Per GPU of the traced process, its kernels.
 
     Args:
         events: of a trace in Chrome's format, times in microseconds.
@@ -103,12 +119,27 @@ def device_kernels(
         and e.get("name") == "process_name"
         and (found := re.search(r"/device:GPU:(\d+)", e["args"]["name"]))
     }
-    kernels: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    kernels: dict[int, list[Kernel]] = defaultdict(list)
     for e in events:
         if e.get("ph") == "X" and e["pid"] in devices and (e["pid"], e["tid"]) in streams:
             start = e["ts"] * 1e-6
-            kernels[devices[e["pid"]]].append((start, start + e["dur"] * 1e-6, e["name"]))
+            instruction = str(e.get("args", {}).get("hlo_op", ""))
+            kernels[devices[e["pid"]]].append(
+                Kernel(start, start + e["dur"] * 1e-6, e["name"], instruction)
+            )
     return dict(kernels)
+
+
+def kernels_of(events: Iterable[Mapping[str, Any]], device: int = 0) -> list[Kernel]:
+    """Those of one GPU of the traced process.
+
+    Raises:
+        DataError: the trace has none.
+    """
+    kernels = device_kernels(events).get(device)
+    if kernels is None:
+        raise DataError(f"the trace has no kernels of GPU {device}: it must come from a GPU run")
+    return kernels
 
 
 def breakdown(events: Iterable[Mapping[str, Any]], device: int = 0) -> Breakdown:
@@ -121,12 +152,9 @@ def breakdown(events: Iterable[Mapping[str, Any]], device: int = 0) -> Breakdown
     Raises:
         DataError: the trace has no kernels of that device.
     """
-    kernels = device_kernels(events).get(device)
-    if kernels is None:
-        raise DataError(f"the trace has no kernels of GPU {device}: it must come from a GPU run")
     spans: dict[str, list[Span]] = defaultdict(list)
     by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for start, end, name in kernels:
+    for start, end, name, _ in kernels_of(events, device):
         spans[kind_of(name)].append((start, end))
         by_name[name][0] += end - start
         by_name[name][1] += 1

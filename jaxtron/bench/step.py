@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import platform
 import re
 import statistics
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtron.bench.scopes import save_step_text
 from jaxtron.config.config import Config
 from jaxtron.data.packing import packed_row
 from jaxtron.dynamic_program import DynamicProgram
@@ -75,10 +75,6 @@ class StepTiming:
     device: str
     versions: dict[str, str]
     xla_flags: str
-
-    def to_json(self) -> str:
-        """One JSON object."""
-        return json.dumps(dataclasses.asdict(self))
 
     def line(self) -> str:
         """One line for people."""
@@ -193,12 +189,15 @@ def time_step(
         steps: timed steps.
         warmup: steps after compilation that are not counted.
         xla_flags: to record.
-        trace: folder for a profile of ``traced_steps`` more steps, taken after the timing.
+        trace: folder for a profile of ``traced_steps`` more steps, taken after the timing; the
+            compiled step's text goes there too, unless it is of several executables.
         traced_steps: how many.
         lengths: of documents: every step has others, and rates are those of all timed steps
             together, over real tokens. None: whole rows of random tokens.
         padded: one document a row.
     """
+    if trace is not None:  # a program of the compilation cache may have the names of older code
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     program = Program(config)
     stage = dynamic_context(config, program.sizes)
     trained: Any = program if stage is None else DynamicProgram(program, stage)
@@ -237,10 +236,15 @@ def time_step(
         jax.block_until_ready((state, metrics))
         times.append(time.perf_counter() - began)
     if trace is not None:
+        step = trained.train_step
+        if stage is None:  # the very executable whose text is kept
+            step = program.train_step.lower(state, batch).compile()
         with jax.profiler.trace(str(trace)):
             for _ in range(traced_steps):
-                state, metrics = trained.train_step(state, batch)
+                state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
+        if stage is None and jax.process_index() == 0:
+            save_step_text(trace, step.as_text())
     median = statistics.median(times)
     devices = list(program.mesh.devices.flat)
     own = [device for device in devices if device.process_index == jax.process_index()]

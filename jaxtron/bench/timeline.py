@@ -5,11 +5,11 @@ from fractions import Fraction
 from html import escape
 from typing import Any
 
-from jaxtron.bench.breakdown import Span, device_kernels, kind_of, union
+from jaxtron.bench.breakdown import Kernel, Span, device_kernels, kind_of, union
 from jaxtron.errors import DataError
 from jaxtron.mesh.timeline import Timeline
 
-Kernels = list[tuple[float, float, str]]
+Kernels = list[Kernel]
 
 _FORWARD, _BACKWARD = 1, 2  # of a layer
 _HALVES = {"forward": "#8fb3e8", "backward": "#7fcf9f"}
@@ -50,8 +50,8 @@ def measured_timeline(timeline: Timeline, events: Iterable[Mapping[str, Any]]) -
             f"needs one GPU for each: profile with parallel.pipeline={stages} alone, on "
             f"{stages} GPUs of one process"
         )
-    begin = min(start for each in kernels.values() for start, _, _ in each)
-    end = max(stop for each in kernels.values() for _, stop, _ in each)
+    begin = min(start for each in kernels.values() for start, *_ in each)
+    end = max(stop for each in kernels.values() for _, stop, *_ in each)
     scale = _WIDTH / (end - begin)
     busy = max(_length(_of_kinds(each, compute=True)) for each in kernels.values())
     foot = _TOP + (2 * stages) * _ROW + _GAP
@@ -72,7 +72,7 @@ def measured_timeline(timeline: Timeline, events: Iterable[Mapping[str, Any]]) -
 
 
 def _of_kinds(kernels: Kernels, compute: bool) -> list[Span]:
-    return [(a, b) for a, b, name in kernels if (kind_of(name) != "communication") == compute]
+    return [(a, b) for a, b, name, _ in kernels if (kind_of(name) != "communication") == compute]
 
 
 def _length(spans: Iterable[Span]) -> float:
@@ -137,7 +137,7 @@ def _device(
     """What a GPU did; communication is drawn full high where nothing else ran, else as a strip."""
     rows = [_row(f"GPU {device}", top, (end - begin) * scale)]
     by_kind: dict[str, list[Span]] = {kind: [] for kind in _KINDS}
-    for start, stop, name in kernels:
+    for start, stop, name, _ in kernels:
         by_kind[kind_of(name)].append((start, stop))
     for kind in ("communication", "other compute", "copy", "attention", "gemm"):
         for start, stop in _joined(by_kind[kind], 0.3 / scale):
@@ -150,8 +150,8 @@ def _device(
             f'<rect x="{_LEFT + (start - begin) * scale:.2f}" y="{top + _ROW - 8:.1f}" '
             f'width="{(stop - start) * scale:.2f}" height="6" fill="{_KINDS["communication"]}"/>'
         )
-    exposed = _length([(a, b) for a, b, _ in kernels]) - _length(_of_kinds(kernels, compute=True))
-    idle = end - begin - _length([(a, b) for a, b, _ in kernels])
+    exposed = _length([(a, b) for a, b, *_ in kernels]) - _length(_of_kinds(kernels, compute=True))
+    idle = end - begin - _length([(a, b) for a, b, *_ in kernels])
     rows.append(
         f"<desc>GPU {device}: {1e3 * exposed:.1f} ms of communication beside nothing, "
         f"{1e3 * idle:.1f} ms idle</desc>"

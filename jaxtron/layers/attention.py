@@ -54,6 +54,7 @@ class Attention(nnx.Module):
             self.query_norm = Norm(config, channels, "head_dim")
             self.key_norm = Norm(config, channels, "head_dim")
 
+    @jax.named_scope("attention")
     def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream.
 
@@ -83,7 +84,8 @@ class Attention(nnx.Module):
             q, k = apply_rotary(q, *inputs.rotary), apply_rotary(k, *inputs.rotary)
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
-        core = inputs.attend(q, k, v, drop)
+        with jax.named_scope("core"):
+            core = inputs.attend(q, k, v, drop)
         (y,) = linear(region.cut(core), [self.output.get_value()], inputs=2)
         y = region.reduce_parts(y, partial=split)
         if self.config.add_bias_linear:

@@ -44,6 +44,7 @@ class CrossEntropy:
     chunk_tokens: int | None = None
     logits_dtype: Any = jnp.float32
 
+    @jax.named_scope("loss")
     def __call__(
         self,
         x: jax.Array,

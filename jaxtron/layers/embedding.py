@@ -89,6 +89,7 @@ class Embedding(nnx.Module):
             shape = (config.max_position_embeddings, config.hidden_size)
             self.position = normal(rngs, shape, ("position", "embed"), std)
 
+    @jax.named_scope("embedding")
     def lookup(self, tokens: jax.Array, region: Region) -> jax.Array:
         """Word embeddings ``[b, s/tensor, h]`` of ``tokens [b, s]``, still to be summed.
 
@@ -101,6 +102,7 @@ class Embedding(nnx.Module):
         word = self.word.get_value()
         return region.reduce_sequence(rows_of(word, tokens - region.vocab_start(word.shape[0])))
 
+    @jax.named_scope("embedding")
     def __call__(self, x: jax.Array, positions: jax.Array, region: Region) -> jax.Array:
         """Residual stream from the summed word embeddings ``x [b, s/tensor, h]``.
 

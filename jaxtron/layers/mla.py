@@ -45,6 +45,7 @@ class LatentAttention(nnx.Module):
             rngs, (heads, value, embed), ("heads", "head_dim", "embed"), output_std
         )
 
+    @jax.named_scope("attention")
     def __call__(self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream.
 
@@ -78,6 +79,7 @@ class LatentAttention(nnx.Module):
         v = lax.pad(v, jnp.zeros((), v.dtype), [(0, 0, 0)] * 3 + [(0, width - v.shape[-1], 0)])
         q, k, v = (checkpoint_name(t, "qkv") for t in (q, k, v))
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
-        core = inputs.attend(q, k, v, drop)[..., : config.v_head_dim]
+        with jax.named_scope("core"):
+            core = inputs.attend(q, k, v, drop)[..., : config.v_head_dim]
         (y,) = linear(region.cut(core), [self.output.get_value()], inputs=2)
         return region.reduce_parts(y, partial=heads < config.num_attention_heads)

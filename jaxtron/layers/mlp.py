@@ -45,6 +45,7 @@ class MLP(nnx.Module):
             self.up_bias = zeros((parts, inner), (None, "mlp"))
             self.down_bias = zeros((embed,), ("embed",))
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
         x = inputs.region.gather_parts(x)

@@ -29,6 +29,7 @@ class Norm(nnx.Module):
         if self.centered:
             self.bias = zeros((size,), (axis,))
 
+    @jax.named_scope("norm")
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
         """Normalise ``x [..., size]``; the result has ``dtype``, by default that of ``x``."""
         dtype = jnp.dtype(dtype or x.dtype)

@@ -230,6 +230,7 @@ def rotary_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array,
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+@jax.named_scope("rotary")
 def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate the first ``rotary_dim`` channels of every head; the others pass.
 

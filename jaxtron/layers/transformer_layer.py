@@ -42,11 +42,14 @@ class TransformerLayer(nnx.Module):
         """Advance the residual stream ``x [b, s/tensor, h]`` by layer number ``layer``."""
         y = checkpoint_name(self.attention_norm(x, inputs.dtype), "attention_norm")
         y = checkpoint_name(self.attention(y, inputs, layer), "attn_proj")
-        x = x + inputs.hidden_dropout(y, layer, "attention")
+        with jax.named_scope("residual"):
+            x = x + inputs.hidden_dropout(y, layer, "attention")
         y = checkpoint_name(self.mlp_norm(x, inputs.dtype), "mlp_norm")
         if not self.has_experts:
             y = self.mlp(y, inputs)
-            return LayerOutput(x + inputs.hidden_dropout(y, layer, "mlp"))
+            with jax.named_scope("residual"):
+                return LayerOutput(x + inputs.hidden_dropout(y, layer, "mlp"))
         y, piece, load = self.moe(y, inputs, layer)
-        x = x + inputs.hidden_dropout(y, layer, "mlp")
+        with jax.named_scope("residual"):
+            x = x + inputs.hidden_dropout(y, layer, "mlp")
         return LayerOutput(x, piece, {"load": load, "loss": lax.stop_gradient(piece)})

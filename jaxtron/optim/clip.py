@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
+@jax.named_scope("clip")
 def clip_by_global_norm(grads: Any, max_norm: float) -> tuple[Any, jax.Array]:
     """Scale ``grads`` so that their norm is at most ``max_norm``, as Megatron does.
 

@@ -170,6 +170,7 @@ def used_once(weights: Any) -> Iterator[Any]:
     check_uses(weights)
 
 
+@jax.named_scope("gradient_sum")
 def accumulate(total: Any, grads: Any, summed: Sequence[str] = ()) -> Any:
     """Sum of microbatches' gradients in the dtype of ``total``; maximum of what was measured.
 

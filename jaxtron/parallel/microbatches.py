@@ -112,6 +112,7 @@ class GradientPlan:
         layer = _map(ParamLayout.unstacked, self.layouts["layers"])
         return {**self.layouts, "layers": [layer] * count}
 
+    @jax.named_scope("weights")
     def copies(self, params: Params, scales: Scales | None = None) -> Params:
         """What layers read: gathered copies, or under ZeRO-3 the stored shards.
 
@@ -128,6 +129,7 @@ class GradientPlan:
 
         return _map(copy, layouts, listed)
 
+    @jax.named_scope("weights")
     def fetch(self, part: str, weights: Params) -> Params:
         """Weights of ``part`` as a layer uses them; see :class:`jaxtron.models.decoder.Decoder`.
 
@@ -154,6 +156,7 @@ class GradientPlan:
             return map_gradients(lambda a: a.astype(jnp.float32), g)
         return map_gradients(lambda a, lay: scatter_gradient(a, lay, self.reduce_dtype), g, layouts)
 
+    @jax.named_scope("gradient_reduce")
     def after_microbatch(self, g: Any, layouts: Any) -> Any:
         """What is done to one microbatch's gradients of copies before they are accumulated."""
         if not self._scatters_at_the_end:
@@ -166,6 +169,7 @@ class GradientPlan:
             return {}
         return self.fp8.measured(grads["layers"])
 
+    @jax.named_scope("gradient_reduce")
     def finish(self, grads: Params) -> Params:
         """Accumulated gradients as stored shards, summed over all devices, layers stacked."""
         layouts = self.listed_layouts(len(grads["layers"]))

@@ -73,7 +73,8 @@ def _without_calls(closed: ClosedJaxpr, given: Sequence[Any]) -> list[Any]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in ("jit", "pjit"):
             operands = [_read(v, values) for v in equation.invars]
-            results = _without_calls(equation.params["jaxpr"], operands)
+            with jax.named_scope(str(equation.source_info.name_stack)):
+                results = _without_calls(equation.params["jaxpr"], operands)
             values.update(zip(equation.outvars, results, strict=True))
         else:
             _evaluate(equation, values)

@@ -1,6 +1,7 @@
 """Microbatches in turns: the results of each alone, and who waits for whom."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jax import lax
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtron.bench.scopes import scope_of
 from jaxtron.parallel.side_by_side import side_by_side
 
 BLOCKS = 3
@@ -114,3 +116,18 @@ def test_blocks_alternate_and_collectives_stand_beside_the_other_microbatch() ->
             assert scatter[1][k] in waits[last[0][k + 1]]
             assert gather[0][k + 1] not in waits[last[1][k]]
             assert gather[0][k + 1] in waits[scatter[1][k]]
+
+
+def test_operations_keep_the_scope_and_pass_by_which_a_profile_tells_them() -> None:
+    @functools.partial(jax.jit, inline=True)
+    def layer(x: jax.Array) -> jax.Array:
+        with jax.named_scope("mlp"):
+            return jnp.sum(jnp.tanh(x))
+
+    def both(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        return side_by_side(jax.grad(layer), [x, y])
+
+    x = jnp.ones(3)
+    text = jax.jit(both).lower(x, x).as_text(debug_info=True)
+    found = {scope_of(name) for name in re.findall(r'"(jit\(both\)[^"]*)"', text)}
+    assert {("mlp", "forward"), ("mlp", "backward")} <= found

@@ -80,6 +80,7 @@ class MoE(nnx.Module):
                     rngs, (config.hidden_size,), ("embed",), config.init_method_std
                 )
 
+    @jax.named_scope("moe")
     def __call__(
         self, x: jax.Array, inputs: LayerInputs, layer: LayerNumber
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,6 +104,7 @@ class MoE(nnx.Module):
             load = jnp.where(region.index("tensor") == 0, load, 0)
         return y, routing.piece, load
 
+    @jax.named_scope("shared")
     def _shared(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         y = self.shared(x, inputs)
         if not self.config.moe_shared_expert_gate:

@@ -263,6 +263,7 @@ class Step:
         rest = self._add_embedding_gradient(at_embedding, left, word_g, number, carry.rest)
         return carry._replace(rest=rest)
 
+    @jax.named_scope("pipeline_send")
     def _send(self, x: jax.Array, step: int) -> jax.Array:
         """Hand ``x`` to the next stage (step 1) or the previous one (step -1)."""
         p = self.schedule.stages
