@@ -410,7 +410,7 @@ def backward(
             plgpu.copy_smem_to_gmem(my_v, dv.at[row, rows, group])
             plgpu.wait_smem_to_gmem(0)
 
-    lines = smem_transforms(quarter, 16)  # operands of a product lie alike
+    lines = smem_transforms(dim, 16)
     keys = plgpu.SMEM((BLOCK, dim), dtype, transforms=lines)
     stage = plgpu.SMEM((STAGES, STEP, dim), dtype, transforms=lines)
     numbers = plgpu.SMEM((STAGES, STEP), jnp.float32)
@@ -420,7 +420,7 @@ def backward(
         scratch_types=(
             *(keys, keys, stage, stage, numbers, numbers),
             plgpu.SMEM((2, STAGES, STEP), jnp.int32),
-            plgpu.SMEM((STAGES, BLOCK, STEP), dtype, transforms=lines),
+            plgpu.SMEM((STAGES, BLOCK, STEP), dtype, transforms=smem_transforms(STEP, 16)),
             plgpu.SMEM(
                 (CONSUMERS, STEP, quarter), jnp.float32, transforms=smem_transforms(quarter, 32)
             ),

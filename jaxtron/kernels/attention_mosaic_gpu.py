@@ -17,7 +17,7 @@ from jaxtron.kernels.attention_hopper import BLOCK, LOG2_E, backward, forward
 from jaxtron.kernels.attention_spec import AttentionScoring, AttentionSpec
 from jaxtron.layers.dropout import AttentionDropout
 
-HEAD_DIMS = (64, 128)
+HEAD_DIM = 128
 
 
 class MosaicGpuBlockKernel:
@@ -73,8 +73,8 @@ class MosaicGpuAttention:
             return f"it runs on compute capability 9.0, and this GPU has {capability}"
         if spec.dtype not in (jnp.bfloat16, jnp.float16):
             return f"it computes in bf16 or fp16, not {jnp.dtype(spec.dtype).name}"
-        if spec.head_dim not in HEAD_DIMS:
-            return f"head_dim must be 64 or 128, and is {spec.head_dim}"
+        if spec.head_dim != HEAD_DIM:
+            return f"head_dim must be {HEAD_DIM}, and is {spec.head_dim}"
         if spec.query_length % BLOCK:
             what = "a chunk" if spec.blocks else "a row"
             return f"{what} must be a multiple of {BLOCK} tokens, and has {spec.query_length}"
