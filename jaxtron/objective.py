@@ -196,7 +196,7 @@ class Objective:
         return GatedMlpKernels(
             name=self.config.model.gated_mlp_backend,
             platform=self.platform,
-            devices=math.prod(self.region.sizes.values()),
+            stages=self.region.sizes["pipeline"],
             recomputed=frozenset(name for name, action in again if action == "recompute"),
         )
 

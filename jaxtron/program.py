@@ -51,6 +51,7 @@ from jaxtron.parallel.pipeline.registry import find_schedule
 from jaxtron.parallel.pipeline.stack_order import StackOrder, stack_order
 from jaxtron.parallel.pipeline.state_order import StateOrder
 from jaxtron.parallel.pipeline.table import programs
+from jaxtron.parallel.reduction import plan_reduction
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import (
     moments_on_host,
@@ -111,6 +112,7 @@ class Program:
             )
         self.batch_layout = batch_layout(config, self.sizes)
         self.batch_schedule = batch_schedule(config.train)
+        ramp = config.train.rampup_batch_size is not None
         self.platform = platform = devices[0].platform
         parallel, precision = config.parallel, config.precision
         fp8_experts = precision.fp8 is not None and precision.fp8_experts
@@ -143,11 +145,18 @@ class Program:
             parallel.data_sharding,
             DTYPES[precision.compute],
         )
+        reduction = plan_reduction(
+            parallel,
+            precision,
+            self.mesh,
+            self.rules.axes("zero"),
+            microbatches=self.batch_layout.num_microbatches if not ramp else None,
+        )
         self.plan = GradientPlan(
             layouts=self.layouts,
             region=self.region,
             data_sharding=parallel.data_sharding,
-            reduce_dtype=DTYPES[precision.grad_reduce],
+            reduction=reduction,
             accumulate_dtype=DTYPES[precision.grads],
             unroll=unroll,
             fp8=make_fp8_plan(
@@ -158,7 +167,7 @@ class Program:
                 rules=self.rules,
                 region=self.region,
                 gathers_in_layer=parallel.data_sharding == "optim_grads_params",
-                reduce_dtype=DTYPES[precision.grad_reduce],
+                reduction=reduction,
                 tokens=config.train.global_batch_size * config.data.seq_length,
                 device=devices[0],
             ),
@@ -183,7 +192,6 @@ class Program:
             self.batch_layout.rows_per_microbatch,
         )
         plan_length = self.batch_schedule.plan_length(config.train.steps)
-        ramp = config.train.rampup_batch_size is not None
         position = self.batch_schedule.full_batches if ramp else None
         build_optimizer = functools.partial(
             make_optimizer, config.optimizer, total_steps=plan_length, position=position

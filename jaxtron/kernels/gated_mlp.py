@@ -47,13 +47,13 @@ class GatedMlpKernels:
     Attributes:
         name: ``model.gated_mlp_backend``.
         platform: ``cpu`` or ``gpu``.
-        devices: of the mesh.
+        stages: of the pipeline.
         recomputed: activations by name that ``train.recompute`` computes again.
     """
 
     name: str
     platform: str
-    devices: int
+    stages: int
     recomputed: frozenset[str] = frozenset()
 
     def use(self, spec: GatedMlpSpec) -> bool:
@@ -67,9 +67,8 @@ class GatedMlpKernels:
             return False
         reason = self._refusal(spec)
         if self.name == "auto":
-            if reason is None and self.devices > 1:
-                # its thread blocks hold all multiprocessors; beside NCCL's it has not been timed
-                reason = f"the mesh has {self.devices} devices"
+            if reason is None and self.stages > 1:
+                reason = f"it has not been timed in a pipeline, and this has {self.stages} stages"
             chosen = "mosaic_gpu" if reason is None else f"xla, because {reason}"
             log_once(logger, f"gated MLP of {spec.tokens} tokens in {spec.dtype}: {chosen} (auto)")
         elif reason is not None:

@@ -44,3 +44,12 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
             crossing,
         )
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def within_process(mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether the devices along ``axes``, the other coordinates alike, belong to one process."""
+    order = [n for n, name in enumerate(mesh.axis_names) if name not in axes]
+    order += [n for n, name in enumerate(mesh.axis_names) if name in axes]
+    members = int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
+    groups = np.transpose(mesh.devices, order).reshape(-1, members)
+    return all(len({device.process_index for device in group}) == 1 for group in groups)

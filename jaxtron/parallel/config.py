@@ -39,6 +39,12 @@ class ParallelConfig:
         "on; null: on GPUs, where they are summed once a step and the layers are unrolled. The "
         "layers are compiled once more.",
     )
+    reduce_scatter_with_fp32_accumulation: bool | None = key(
+        None,
+        "Where 16-bit gradients are scattered over fsdp and added in fp32, exchange them as they "
+        "are and let each device add, instead of a reduce-scatter of fp32; null: where the devices "
+        "that share a parameter belong to one process.",
+    )
     context_strategy: ContextStrategy = key(
         "all_gather",
         "How attention reaches the other parts of the sequence: gather keys and values, pass them "

@@ -2,7 +2,7 @@
 
 With ``parallel.data_sharding`` above ``no_shard`` a parameter is stored in pieces over its
 ``zero_axes``. Layers compute with a gathered copy in the compute dtype. The gradient of the copy is
-summed over exactly the mesh axes on which the copy is replicated: by ``psum_scatter`` over
+summed over exactly the mesh axes on which the copy is replicated: scattered over
 ``zero_axes``, which the stored parameter has, and by ``psum`` over the rest. No layer reduces
 gradients by itself.
 
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtron.parallel.param_layout import ParamLayout
+from jaxtron.parallel.reduction import Reduction
 from jaxtron.parallel.region import Region
 
 
@@ -37,42 +38,39 @@ def gather_copy(w: jax.Array, layout: ParamLayout) -> jax.Array:
     return w
 
 
-def scatter_gradient(g: jax.Array, layout: ParamLayout, reduce_dtype: Any) -> jax.Array:
+def scatter_gradient(g: jax.Array, layout: ParamLayout, reduction: Reduction) -> jax.Array:
     """Sum a copy's gradient over ``zero_axes`` and keep this device's shard, in fp32."""
     if layout.zero_axes:
-        g = lax.psum_scatter(
-            g.astype(reduce_dtype),
-            layout.zero_axes,
-            scatter_dimension=layout.zero_dim,
-            tiled=True,
-        )
+        g = reduction.scatter(g, layout.zero_axes, layout.zero_dim)
     return g.astype(jnp.float32)
 
 
-def sum_gradient(g: jax.Array, layout: ParamLayout, region: Region, reduce_dtype: Any) -> jax.Array:
+def sum_gradient(
+    g: jax.Array, layout: ParamLayout, region: Region, reduction: Reduction
+) -> jax.Array:
     """Sum a scattered gradient over the axes on which the stored parameter is replicated."""
     axes = region.live(layout.replicated_axes)
     if not axes:
         return g
-    return lax.psum(g.astype(reduce_dtype), axes).astype(jnp.float32)
+    return lax.psum(g.astype(reduction.dtype), axes).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_weight(w: jax.Array, layout: ParamLayout, reduce_dtype: Any) -> jax.Array:
+def gather_weight(w: jax.Array, layout: ParamLayout, reduction: Reduction) -> jax.Array:
     """Differentiable gather inside a layer (ZeRO-3).
 
-    The plain transpose of a bf16 all-gather would reduce gradients in bf16; here they are summed in
-    ``reduce_dtype``.
+    The plain transpose of a bf16 all-gather would reduce gradients in bf16; here they are summed as
+    ``reduction`` says.
     """
     return gather_copy(w, layout)
 
 
-def _gather_weight_fwd(w: jax.Array, layout: ParamLayout, reduce_dtype: Any) -> Any:
+def _gather_weight_fwd(w: jax.Array, layout: ParamLayout, reduction: Reduction) -> Any:
     return gather_copy(w, layout), None
 
 
-def _gather_weight_bwd(layout: ParamLayout, reduce_dtype: Any, _: None, g: jax.Array) -> Any:
-    return (scatter_gradient(g, layout, reduce_dtype),)
+def _gather_weight_bwd(layout: ParamLayout, reduction: Reduction, _: None, g: jax.Array) -> Any:
+    return (scatter_gradient(g, layout, reduction),)
 
 
 gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)

@@ -29,6 +29,7 @@ from jaxtron.parallel.gradient_sum import (
 )
 from jaxtron.parallel.overlap import NO_OVERLAP, Overlap
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
+from jaxtron.parallel.reduction import Reduction
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.side_by_side import side_by_side
 from jaxtron.precision.fp8_delayed import Scales
@@ -58,7 +59,7 @@ class GradientPlan:
         layouts: a :class:`ParamLayout` per parameter, parts at the top.
         region: the manual region.
         data_sharding: ``parallel.data_sharding``.
-        reduce_dtype: dtype of gradient sums over devices.
+        reduction: of gradients over devices.
         accumulate_dtype: dtype of gradient sums over microbatches.
         unroll: whether the layer loop is unrolled; copies then hold a list of layers.
         fp8: FP8 in the layers, or None.
@@ -69,7 +70,7 @@ class GradientPlan:
     layouts: Params
     region: Region
     data_sharding: DataSharding
-    reduce_dtype: Any
+    reduction: Reduction
     accumulate_dtype: Any
     unroll: bool
     fp8: Fp8Plan | None = None
@@ -148,7 +149,7 @@ class GradientPlan:
         def gathered(layout: ParamLayout, w: Any) -> Any:
             if self.fp8 is not None and is_fp8(w):
                 return self.fp8.fetch(layout, w)
-            return checkpoint_name(gather_weight(w, layout, self.reduce_dtype), GATHERED_WEIGHT)
+            return checkpoint_name(gather_weight(w, layout, self.reduction), GATHERED_WEIGHT)
 
         return _map(gathered, layouts, weights)
 
@@ -156,7 +157,7 @@ class GradientPlan:
         """Gradients of copies as stored shards, fp32; not yet summed over ``replicated_axes``."""
         if self.gathers_in_layer:  # the transpose of the gather has scattered them
             return map_gradients(lambda a: a.astype(jnp.float32), g)
-        return map_gradients(lambda a, lay: scatter_gradient(a, lay, self.reduce_dtype), g, layouts)
+        return map_gradients(lambda a, lay: scatter_gradient(a, lay, self.reduction), g, layouts)
 
     @jax.named_scope("gradient_reduce")
     def after_microbatch(self, g: Any, layouts: Any) -> Any:
@@ -185,7 +186,7 @@ class GradientPlan:
             grads = self.scatter(grads, layouts)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), weight_gradients(grads))
         grads = _map(
-            lambda lay, g: sum_gradient(g, lay, self.region, self.reduce_dtype), layouts, grads
+            lambda lay, g: sum_gradient(g, lay, self.region, self.reduction), layouts, grads
         )
         if self.unroll:
             stacked = jax.tree.map(stack_layers, *grads["layers"])

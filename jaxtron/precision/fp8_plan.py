@@ -20,6 +20,7 @@ from jaxtron.layers.activation_names import GATHERED_WEIGHT
 from jaxtron.mesh.axes import AXES
 from jaxtron.parallel.data_sharding import scatter_gradient
 from jaxtron.parallel.param_layout import ParamLayout
+from jaxtron.parallel.reduction import Reduction
 from jaxtron.parallel.region import Region
 from jaxtron.precision.fp8_delayed import DelayedScaling, Scales
 from jaxtron.precision.fp8_weight import (
@@ -43,7 +44,7 @@ class Fp8Plan:
             layers are scanned.
         region: the manual region.
         gathers_in_layer: weights are gathered where they are used (ZeRO-3).
-        reduce_dtype: dtype of gradient sums over devices.
+        reduction: of gradients over devices.
         delayed: where a step's scales come from; None: from the tensors themselves.
     """
 
@@ -52,7 +53,7 @@ class Fp8Plan:
     bf16: frozenset[tuple[int, str]]
     region: Region
     gathers_in_layer: bool
-    reduce_dtype: Any
+    reduction: Reduction
     delayed: DelayedScaling | None
 
     @property
@@ -106,7 +107,7 @@ class Fp8Plan:
         gradient = w.gradient
         if gradient is not None:
             shape = values.shape
-            full = _full_gradient(gradient.weight, layout, self.reduce_dtype, shape)
+            full = _full_gradient(gradient.weight, layout, self.reduction, shape)
             gradient = Fp8Gradient(full, gradient.amax)
         return Fp8Weight(values, None, w.scale, w.scales, gradient, w.site)
 
@@ -178,22 +179,22 @@ def _gather_values(values: jax.Array, layout: ParamLayout) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _full_gradient(
-    shard: jax.Array, layout: ParamLayout, reduce_dtype: Any, shape: tuple[int, ...]
+    shard: jax.Array, layout: ParamLayout, reduction: Reduction, shape: tuple[int, ...]
 ) -> jax.Array:
     """What the gradient of a gathered weight is taken by, so that it arrives in ``shard``."""
     return jnp.zeros(shape, jnp.float32)
 
 
 def _full_gradient_fwd(
-    shard: jax.Array, layout: ParamLayout, reduce_dtype: Any, shape: tuple[int, ...]
+    shard: jax.Array, layout: ParamLayout, reduction: Reduction, shape: tuple[int, ...]
 ) -> tuple[jax.Array, None]:
     return jnp.zeros(shape, jnp.float32), None
 
 
 def _full_gradient_bwd(
-    layout: ParamLayout, reduce_dtype: Any, shape: tuple[int, ...], _: None, g: jax.Array
+    layout: ParamLayout, reduction: Reduction, shape: tuple[int, ...], _: None, g: jax.Array
 ) -> tuple[jax.Array]:
-    return (scatter_gradient(g, layout, reduce_dtype),)
+    return (scatter_gradient(g, layout, reduction),)
 
 
 _full_gradient.defvjp(_full_gradient_fwd, _full_gradient_bwd)

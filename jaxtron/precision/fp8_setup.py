@@ -12,6 +12,7 @@ from jaxtron.log_once import log_once
 from jaxtron.mesh.axes import AXES
 from jaxtron.mesh.rules import LogicalRules
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
+from jaxtron.parallel.reduction import Reduction
 from jaxtron.parallel.region import Region
 from jaxtron.precision.checks import check_device
 from jaxtron.precision.config import PrecisionConfig
@@ -34,7 +35,7 @@ def make_fp8_plan(
     rules: LogicalRules,
     region: Region,
     gathers_in_layer: bool,
-    reduce_dtype: Any,
+    reduction: Reduction,
     tokens: int,
     device: jax.Device,
 ) -> Fp8Plan | None:
@@ -49,7 +50,7 @@ def make_fp8_plan(
         rules: the logical-axis table.
         region: the manual region.
         gathers_in_layer: weights are gathered where they are used.
-        reduce_dtype: dtype of gradient sums over devices.
+        reduction: of gradients over devices.
         tokens: in a step.
         device: one of the devices.
 
@@ -122,7 +123,7 @@ def make_fp8_plan(
         bf16=frozenset(pair for pair in kept if pair[1] not in whole),
         region=region,
         gathers_in_layer=gathers_in_layer,
-        reduce_dtype=reduce_dtype,
+        reduction=reduction,
         delayed=delayed,
     )
 

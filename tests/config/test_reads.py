@@ -21,7 +21,7 @@ ALWAYS_READ = {
     "untie_embeddings_and_output_weights init_method_std attention_dropout hidden_dropout "
     "window_size attention_backend gated_mlp_backend num_experts mtp_num_layers",
     "parallel": "data fsdp pipeline tensor context expert data_sharding overlap_param_gather "
-    "overlap_grad_reduce dynamic_context rules",
+    "overlap_grad_reduce reduce_scatter_with_fp32_accumulation dynamic_context rules",
     "data": "source seq_length tokenizer reset_position_ids reset_attention_mask eod_mask_loss "
     "dataloader_type num_workers num_threads",
     "train": "steps global_batch_size rampup_batch_size micro_batch_size num_microbatches "

@@ -117,7 +117,7 @@ def test_what_it_does_not_compute_is_refused_or_left_to_xla(
     spec: dict[str, Any], settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
-    kernels = GatedMlpKernels(**{"name": "mosaic_gpu", "platform": "gpu", "devices": 1, **settings})
+    kernels = GatedMlpKernels(**{"name": "mosaic_gpu", "platform": "gpu", "stages": 1, **settings})
     fitting = dataclasses.replace(kernels, platform="gpu", recomputed=frozenset())
     assert fitting.use(FITTING)
     with pytest.raises(ConfigError, match=f"gated_mlp_backend=mosaic_gpu.*{reason}.*auto or xla"):
@@ -126,12 +126,12 @@ def test_what_it_does_not_compute_is_refused_or_left_to_xla(
     assert not automatic.use(dataclasses.replace(FITTING, **spec))
 
 
-def test_it_is_chosen_on_one_hopper_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_on_hopper_gpus_without_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "devices", lambda: [Hopper()])
-    one, several = (GatedMlpKernels("auto", "gpu", devices) for devices in (1, 4))
+    one, staged = (GatedMlpKernels("auto", "gpu", stages) for stages in (1, 4))
     assert one.use(FITTING)
-    assert not several.use(FITTING)
-    assert dataclasses.replace(several, name="mosaic_gpu").use(FITTING)
+    assert not staged.use(FITTING)
+    assert dataclasses.replace(staged, name="mosaic_gpu").use(FITTING)
     assert not dataclasses.replace(one, name="xla").use(FITTING)
     monkeypatch.setattr(jax, "devices", lambda: [Ampere()])
     assert not one.use(FITTING)

@@ -18,9 +18,11 @@ from jaxtron.mesh.rules import LogicalRules, make_rules
 from jaxtron.models.config import ModelConfig
 from jaxtron.parallel.data_sharding import gather_copy, scatter_gradient, sum_gradient
 from jaxtron.parallel.param_layout import is_layout, param_layouts
+from jaxtron.parallel.reduction import Reduction
 from jaxtron.parallel.region import Region
 
 ROWS, SEQ, HIDDEN = 8, 16, 16
+FP32 = Reduction(jnp.dtype("float32"))
 
 MODEL = {
     "num_layers": 2,
@@ -145,9 +147,7 @@ def run_block(
             copies, x
         )
         grads = map_layouts(
-            lambda lay, g: sum_gradient(
-                scatter_gradient(g, lay, jnp.float32), lay, region, jnp.float32
-            ),
+            lambda lay, g: sum_gradient(scatter_gradient(g, lay, FP32), lay, region, FP32),
             grads,
         )
         if not region.sequence_parallel:

@@ -1,0 +1,95 @@
+"""In which format gradients travel to be summed over devices, and who adds them."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxtron.errors import ConfigError
+from jaxtron.mesh.mesh import within_process
+from jaxtron.parallel.config import ParallelConfig
+from jaxtron.precision.config import PrecisionConfig
+from jaxtron.precision.dtypes import DTYPES
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are summed over devices.
+
+    Attributes:
+        dtype: in which they are added.
+        exchange: whether 16-bit gradients that are added in fp32 travel as they are, an all-to-all,
+            and every device adds the parts of its shard (Megatron-LM's
+            ``reduce_scatter_with_fp32_accumulation``). The sums are those of a reduce-scatter in
+            fp32, of half the bytes; no fp32 copy of a gradient is written.
+    """
+
+    dtype: Any
+    exchange: bool = False
+
+    def scatter(self, g: jax.Array, axes: Sequence[str], dim: int) -> jax.Array:
+        """The sum of ``g`` over ``axes``, of which each member keeps its part along ``dim``.
+
+        Returns:
+            ``g`` with ``dim`` shortened by the size of ``axes``, in :attr:`dtype`.
+        """
+        axes = tuple(axes)
+        if not (self.exchange and g.dtype.itemsize == 2 and self.dtype == jnp.float32):
+            return lax.psum_scatter(g.astype(self.dtype), axes, scatter_dimension=dim, tiled=True)
+        count = lax.axis_size(axes)
+        parts = g.reshape(*g.shape[:dim], count, g.shape[dim] // count, *g.shape[dim + 1 :])
+        parts = lax.all_to_all(jnp.moveaxis(parts, dim, 0), axes, 0, 0)
+        total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+        # two parts are as large as their sum, and are added where it is used; more would be kept
+        return total if count == 2 else lax.optimization_barrier(total)
+
+
+def plan_reduction(
+    parallel: ParallelConfig,
+    precision: PrecisionConfig,
+    mesh: Mesh,
+    zero_axes: Sequence[str],
+    *,
+    microbatches: int | None,
+) -> Reduction:
+    """``parallel.reduce_scatter_with_fp32_accumulation``, with null decided, and its dtype.
+
+    Null is on where the devices that share a parameter belong to one process. Between hosts a
+    reduce-scatter may be better: it adds up within a host first, and every sum travels once.
+
+    Args:
+        parallel: the configuration.
+        precision: the configuration.
+        mesh: of the job.
+        zero_axes: mesh axes over which parameters are stored in pieces.
+        microbatches: of a step, all in one executable; None: that varies.
+
+    Raises:
+        ConfigError: it is on where all gradients are summed otherwise.
+    """
+    asked = parallel.reduce_scatter_with_fp32_accumulation
+    level = parallel.data_sharding
+    once = level == "optim" and precision.grads == "fp32" and not parallel.dynamic_context
+    reasons: Mapping[str, bool] = {
+        "parallel.data_sharding is no_shard, which scatters nothing": level == "no_shard",
+        "precision.compute is fp32, and so are all gradients": precision.compute == "fp32",
+        "precision.grad_reduce is bf16": precision.grad_reduce == "bf16",
+        "parallel.pipeline adds up a step's microbatches in fp32 before they are scattered": (
+            once and parallel.pipeline > 1
+        ),
+        f"a step's {microbatches or 'many'} microbatches are added up in fp32 before they are "
+        "scattered (parallel.data_sharding optim)": once and microbatches != 1,
+    }
+    against = [reason for reason, holds in reasons.items() if holds]
+    if asked and against:
+        raise ConfigError(
+            f"parallel.reduce_scatter_with_fp32_accumulation is true, but {'; '.join(against)} "
+            "(set it to null)"
+        )
+    exchange = within_process(mesh, zero_axes) if asked is None else asked
+    return Reduction(jnp.dtype(DTYPES[precision.grad_reduce]), exchange)
