@@ -130,8 +130,10 @@ class ModelConfig:
     moe_router_force_load_balancing: bool = key(
         False, "Benchmarks only: experts by turns, whatever the router says."
     )
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "ragged"] = key(
-        "alltoall", "How tokens reach experts on other devices; ragged is for GPUs."
+    moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall", "ragged"] = key(
+        "auto",
+        "How tokens reach experts on other devices; auto: alltoall where a capacity makes it send "
+        "less than allgather; ragged is for GPUs.",
     )
     moe_expert_capacity_factor: float | None = key(
         None,

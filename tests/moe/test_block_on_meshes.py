@@ -2,11 +2,13 @@
 
 import functools
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from jaxtron.log_once import log_once
 from tests.moe.block import assert_same, model_config, run_block
 from tests.moe.ragged import ragged_exchange_written_out
 
@@ -89,10 +91,35 @@ def check(layout: str, dispatcher: str, **changes: Any) -> None:
         ("context2-expert2", "alltoall", "probs", "seq_aux_loss"),
         ("experts-over-expert-tensor", "alltoall", "dropless", "seq_aux_loss"),
         ("experts-over-expert-context", "allgather", "dropless", "sinkhorn"),
+        ("expert8", "auto", "probs", "seq_aux_loss"),
     ],
 )
 def test_mesh_equals_one_device(layout: str, dispatcher: str, capacity: str, balance: str) -> None:
     check(layout, dispatcher, **CAPACITIES[capacity], **BALANCE[balance], **SHARED)
+
+
+@pytest.mark.parametrize(
+    ("layout", "capacity", "chosen"),
+    [
+        (
+            "expert8",
+            None,
+            "allgather",
+        ),  # a token chooses 2 of 8 experts, so that a device may get it
+        ("tensor2-expert4", None, "allgather"),  # or get it twice
+        ("expert8", 1.0, "alltoall"),  # 4 of 16 tokens at most
+        ("data2-fsdp2-expert2", 1.0, "allgather"),  # 4 of each of 4 experts
+        ("data2-fsdp2-expert2", 0.5, "alltoall"),
+    ],
+)
+def test_auto_takes_the_dispatcher_that_sends_less(
+    layout: str, capacity: float | None, chosen: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_once.cache_clear()
+    config = model_config(moe_token_dispatcher_type="auto", moe_expert_capacity_factor=capacity)
+    with caplog.at_level(logging.INFO):
+        run_block(config, LAYOUTS[layout]["mesh"])
+    assert f"dispatcher: {chosen} (auto)" in caplog.text
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """The mixture-of-experts block, in the place of a layer's MLP."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -18,8 +20,11 @@ from jaxtron.layers.moe.experts import Experts
 from jaxtron.layers.moe.router import Router
 from jaxtron.layers.moe.tokens import Tokens
 from jaxtron.layers.parameter import normal
+from jaxtron.log_once import log_once
 from jaxtron.mesh.rules import LogicalRules
 from jaxtron.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 DISPATCHERS: dict[str, Dispatcher] = {
     "allgather": dispatch_allgather,
@@ -27,6 +32,25 @@ DISPATCHERS: dict[str, Dispatcher] = {
     "ragged": dispatch_ragged,
 }
 """Dispatchers by name, as ``model.moe_token_dispatcher_type`` spells them."""
+
+
+def choose_dispatcher(name: str, exchanged: int, gathered: int) -> str:
+    """``model.moe_token_dispatcher_type`` with ``auto`` decided, which is logged.
+
+    Args:
+        name: of a dispatcher, or auto.
+        exchanged: rows that ``alltoall`` sends from one device to another.
+        gathered: rows that ``allgather`` does.
+    """
+    if name != "auto":
+        return name
+    chosen = "alltoall" if exchanged < gathered else "allgather"
+    log_once(
+        logger,
+        f"dispatcher: {chosen} (auto); from device to device allgather sends {gathered} rows, "
+        f"alltoall {exchanged}",
+    )
+    return chosen
 
 
 def check_experts(
@@ -160,7 +184,14 @@ class MoE(nnx.Module):
             kernel.row_tile,
             kernel.row_kernels,
         )
-        dispatch = DISPATCHERS[config.moe_token_dispatcher_type] if axes else dispatch_local
+        dispatch = dispatch_local
+        if axes:
+            name = choose_dispatcher(
+                config.moe_token_dispatcher_type,
+                plan.rows_from_one(rows * length, topk),
+                rows * length,
+            )
+            dispatch = DISPATCHERS[name]
 
         def run(rows: jax.Array, sizes: jax.Array) -> jax.Array:
             with jax.named_scope("experts"):
