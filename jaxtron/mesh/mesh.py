@@ -35,21 +35,31 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
         )
     ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
     grid = np.array(ordered).reshape(shape)
-    crossing = sum(len({d.process_index for d in row}) > 1 for row in grid.reshape(-1, shape[-1]))
+    crossing = sum(len(set(map(host_of, row))) > 1 for row in grid.reshape(-1, shape[-1]))
     if crossing:
         log.warning(
-            "parallel.tensor=%d: %d tensor groups span several processes; tensor-parallel "
-            "collectives will use the network between hosts",
+            "parallel.tensor=%d: %d tensor groups span several hosts; tensor-parallel "
+            "collectives will use the network between them",
             sizes["tensor"],
             crossing,
         )
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def within_process(mesh: Mesh, axes: Sequence[str]) -> bool:
-    """Whether the devices along ``axes``, the other coordinates alike, belong to one process."""
+def host_of(device: jax.Device) -> int:
+    """A number that devices of one host share, whatever processes have them.
+
+    XLA counts GPUs' hosts, or groups of hosts that NVLink joins, as slices; elsewhere a process is
+    taken for a host.
+    """
+    index: int = getattr(device, "slice_index", device.process_index)
+    return index
+
+
+def within_host(mesh: Mesh, axes: Sequence[str]) -> bool:
+    """Whether the devices along ``axes``, the other coordinates alike, are of one host."""
     order = [n for n, name in enumerate(mesh.axis_names) if name not in axes]
     order += [n for n, name in enumerate(mesh.axis_names) if name in axes]
     members = int(np.prod([mesh.shape[axis] for axis in axes], initial=1))
     groups = np.transpose(mesh.devices, order).reshape(-1, members)
-    return all(len({device.process_index for device in group}) == 1 for group in groups)
+    return all(len(set(map(host_of, group))) == 1 for group in groups)

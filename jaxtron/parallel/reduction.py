@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxtron.errors import ConfigError
-from jaxtron.mesh.mesh import within_process
+from jaxtron.mesh.mesh import within_host
 from jaxtron.parallel.config import ParallelConfig
 from jaxtron.precision.config import PrecisionConfig
 from jaxtron.precision.dtypes import DTYPES
@@ -59,7 +59,7 @@ def plan_reduction(
 ) -> Reduction:
     """``parallel.reduce_scatter_with_fp32_accumulation``, with null decided, and its dtype.
 
-    Null is on where the devices that share a parameter belong to one process. Between hosts a
+    Null is on where the devices that share a parameter are of one host. Between hosts a
     reduce-scatter may be better: it adds up within a host first, and every sum travels once.
 
     Args:
@@ -91,5 +91,5 @@ def plan_reduction(
             f"parallel.reduce_scatter_with_fp32_accumulation is true, but {'; '.join(against)} "
             "(set it to null)"
         )
-    exchange = within_process(mesh, zero_axes) if asked is None else asked
+    exchange = within_host(mesh, zero_axes) if asked is None else asked
     return Reduction(jnp.dtype(DTYPES[precision.grad_reduce]), exchange)

@@ -1,5 +1,6 @@
 """Sums of gradients over devices: what travels, that the sums are exact, and refusals."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
-from jaxtron.mesh.mesh import within_process
+from jaxtron.mesh.mesh import within_host
 from jaxtron.parallel.reduction import Reduction, plan_reduction
 from tests.parity.harness import make_config, run
 from tests.program.collectives import collectives
@@ -94,12 +95,17 @@ def test_a_step_in_bf16_has_the_same_gradients_by_both(shards: int) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
-class Device(NamedTuple):
+class Cpu(NamedTuple):
     process_index: int
 
 
+class Gpu(NamedTuple):
+    process_index: int
+    slice_index: int
+
+
 @pytest.mark.parametrize(
-    "shape, per_process, axes, expected",
+    "shape, per_host, axes, expected",
     [
         ((1, 8), 4, ("fsdp",), False),
         ((2, 4), 4, ("fsdp",), True),
@@ -110,20 +116,20 @@ class Device(NamedTuple):
         ((2, 4), 1, (), True),
     ],
 )
-def test_devices_of_one_process(
-    shape: tuple[int, int], per_process: int, axes: tuple[str, ...], expected: bool
+def test_devices_of_one_host(
+    shape: tuple[int, int], per_host: int, axes: tuple[str, ...], expected: bool
 ) -> None:
-    devices = np.empty(8, object)
-    for n in range(8):
-        devices[n] = Device(n // per_process)
-
-    class Grid:
-        axis_names = ("data", "fsdp")
-
-    grid = Grid()
-    grid.devices = devices.reshape(shape)  # type: ignore[attr-defined]
-    grid.shape = dict(zip(grid.axis_names, shape, strict=True))  # type: ignore[attr-defined]
-    assert within_process(grid, axes) is expected  # type: ignore[arg-type]
+    """Of hosts with one process each, and with one a GPU, which XLA's slices tell apart."""
+    for device in (lambda n: Cpu(n // per_host), lambda n: Gpu(n, n // per_host)):
+        devices = np.empty(8, object)
+        for n in range(8):
+            devices[n] = device(n)
+        grid = SimpleNamespace(
+            axis_names=("data", "fsdp"),
+            devices=devices.reshape(shape),
+            shape=dict(zip(("data", "fsdp"), shape, strict=True)),
+        )
+        assert within_host(grid, axes) is expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

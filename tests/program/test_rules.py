@@ -166,11 +166,11 @@ def test_tensor_groups_stay_inside_a_process(tensor: int, caplog: pytest.LogCapt
     assert not caplog.records
 
 
-def test_a_tensor_group_over_processes_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tensor_group_over_hosts_is_named(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {**dict.fromkeys(AXES, 1), "tensor": 4}
     with caplog.at_level(logging.WARNING):
         make_mesh(sizes, devices(2, 2))
-    assert "parallel.tensor=4: 1 tensor groups span several processes" in caplog.text
+    assert "parallel.tensor=4: 1 tensor groups span several hosts" in caplog.text
 
 
 def test_a_mesh_of_the_wrong_size_is_refused() -> None:
