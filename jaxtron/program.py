@@ -270,7 +270,6 @@ class Program:
                 dropout=config.model.attention_dropout > 0,
                 deterministic=config.runtime.deterministic,
                 blocks=cut.ring > 1,
-                scattered=config.parallel.context_cut_documents is not None and cut.chunks > 1,
             ),
             self.platform,
         )

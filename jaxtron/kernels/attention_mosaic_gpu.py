@@ -86,8 +86,6 @@ class MosaicGpuAttention:
             return "its backward pass adds the queries' gradients in any order"
         if spec.key_segments:
             return "it takes no segment ids of their own for the keys"
-        if spec.scattered:
-            return "parallel.context_cut_documents takes the tokens of a document apart"
         return None
 
     def passed_over(self, spec: AttentionSpec) -> str | None:

@@ -30,7 +30,6 @@ class AttentionSpec:
         deterministic: two runs give the same bits.
         blocks: computed a block of keys at a time by ``AttentionBackend.blocks``; the lengths are
             a block's.
-        scattered: within a block a document's tokens need not stand together.
 
     Raises:
         ConfigError: a combination that has no meaning.
@@ -49,7 +48,6 @@ class AttentionSpec:
     dropout: bool = False
     deterministic: bool = False
     blocks: bool = False
-    scattered: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_query_groups:

@@ -63,19 +63,32 @@ def arrays() -> list[np.ndarray]:
 
 
 def output_and_gradients(
-    layout: ContextLayout, gather: bool, backend: AttentionBackend, dtype: Any, mask: dict[str, Any]
+    layout: ContextLayout,
+    gather: bool,
+    backend: AttentionBackend,
+    dtype: Any,
+    mask: dict[str, Any],
+    cut_documents: int | None = None,
 ) -> list[np.ndarray]:
     """Output, dq, dk and dv in natural order."""
-    context = ContextAttention(layout, gather)
-    order = layout.order(LENGTH)
+    context = ContextAttention(layout, gather, cut_documents)
+    segments = mask.get("segment_ids")
+    rows = {"place": np.broadcast_to(np.arange(LENGTH), (BATCH, LENGTH))}
+    rows |= {} if segments is None else {"segment_ids": segments}
+    if layout.groups == 1:  # else side by side are rows of one group each, below
+        rows = dict(context.balanced(rows))
+    order = rows["place"][:, layout.order(LENGTH)]
     mesh = Mesh(np.array(jax.devices("gpu")[: layout.groups * layout.size]), ("context",))
 
     def side_by_side(x: np.ndarray) -> np.ndarray:
-        return x[:, order].reshape(-1, layout.groups * LENGTH, *x.shape[2:])
+        there = order.reshape(BATCH, LENGTH, *[1] * (x.ndim - 2))
+        placed = np.take_along_axis(x, there, axis=1)
+        return placed.reshape(-1, layout.groups * LENGTH, *x.shape[2:])
 
     *qkv, dout = (jnp.asarray(side_by_side(x), dtype) for x in arrays())
-    segments = mask.get("segment_ids")
-    segments = None if segments is None else jnp.asarray(side_by_side(segments))
+    if segments is not None:
+        in_order = rows["segment_ids"][:, layout.order(LENGTH)]
+        segments = jnp.asarray(in_order.reshape(-1, layout.groups * LENGTH))
 
     def local(q: Any, k: Any, v: Any, dout: Any, segments: Any) -> Any:
         attend = context.attend(
@@ -97,8 +110,9 @@ def output_and_gradients(
     specs = (*[spec] * 4, None if segments is None else spec)
     function = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
     results = jax.jit(function)(*qkv, dout, segments)
-    rows = (np.asarray(x, np.float32).reshape(BATCH, LENGTH, *x.shape[2:]) for x in results)
-    return [x[:, np.argsort(order)] for x in rows]
+    found = (np.asarray(x, np.float32).reshape(BATCH, LENGTH, *x.shape[2:]) for x in results)
+    back = np.argsort(order, axis=1)[:, :, None, None]
+    return [np.take_along_axis(x, back, axis=1) for x in found]
 
 
 @functools.cache
@@ -126,6 +140,19 @@ def test_every_strategy_equals_the_exact_kernel(cut: str, mask: str, name: str) 
     backend = ATTENTION_BACKENDS[name]
     got = output_and_gradients(layout, gather, backend, jnp.bfloat16, MASKS[mask])
     assert_equals_the_exact_kernel(got, mask)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "mosaic_gpu"])
+@pytest.mark.parametrize("cut", ["all_gather 2", "ring 2", "ring 4", "hierarchical 2 x 2"])
+def test_documents_cut_by_themselves_equal_the_exact_kernel(cut: str, name: str) -> None:
+    ring, all_to_all, groups, gather = CUTS[cut]
+    layout = ContextLayout(ring, all_to_all, groups)
+    if len(jax.devices("gpu")) < layout.size:
+        pytest.skip(f"needs {layout.size} GPUs")
+    backend = ATTENTION_BACKENDS[name]
+    mask = MASKS["documents"]
+    got = output_and_gradients(layout, gather, backend, jnp.bfloat16, mask, cut_documents=250)
+    assert_equals_the_exact_kernel(got, "documents")
 
 
 @pytest.mark.parametrize("tile", [64, 128])

@@ -14,6 +14,7 @@ from jaxtron.kernels.attention_block import BlockMask, merge
 from jaxtron.kernels.attention_mosaic_gpu import visible_keys
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.layers.remat import by_name
+from jaxtron.parallel.context.balance import cut_documents
 from tests.kernels.reference import attention, attention_gradients
 from tests.kernels.reference import visible_keys as written_out
 
@@ -84,6 +85,32 @@ def test_the_numbers_of_a_row_of_its_own_need_not_rise() -> None:
     assert not first[1].any()
 
 
+@pytest.mark.parametrize("least", [4, 9])
+def test_stretches_between_the_chunks_of_documents_cut_by_themselves(least: int) -> None:
+    """A chunk holds a part of each long document; it sees an earlier chunk, or itself."""
+    chunks, size = 4, 12
+    rows = (7, 5, 20, 2, 14), (48,), (3, 1, 1, 6, 13, 24)
+    segments = np.stack([np.repeat(np.arange(len(row)), row) for row in rows])
+    place = np.broadcast_to(np.arange(chunks * size), segments.shape)
+    original = {"segment_ids": segments, "document": segments, "place": place}
+    cut = cut_documents(original, chunks, least)
+    assert not np.array_equal(cut["place"], place)
+    for queries in range(chunks):
+        for keys in range(queries + 1):
+            of = [slice(size * chunk, size * (chunk + 1)) for chunk in (queries, keys)]
+            there = [places(chunk, size=size) for chunk in (queries, keys)]
+            mask = block(cut["segment_ids"], None, there[0], there[queries != keys])
+            first, stop = visible_keys(mask, len(rows))
+            key = np.arange(size)
+            seen = (key >= np.asarray(first)[..., None]) & (key < np.asarray(stop)[..., None])
+            documents, order = (
+                [cut[name][:, part] for part in of] for name in ("document", "place")
+            )
+            expected = documents[0][:, :, None] == documents[1][:, None, :]
+            expected &= order[0][:, :, None] >= order[1][:, None, :]
+            np.testing.assert_array_equal(seen, expected)
+
+
 def test_auto_takes_it_for_packed_rows_alone() -> None:
     assert choose_backend("auto", SPEC, "gpu").name == "mosaic_gpu"
     plain = dataclasses.replace(SPEC, segments=False)
@@ -104,12 +131,6 @@ def test_auto_takes_it_for_packed_rows_alone() -> None:
         ({"dropout": True}, "gpu", "no dropout", "xla"),
         ({"deterministic": True}, "gpu", "in any order", "xla"),
         ({"key_segments": True}, "gpu", "of their own for the keys", "xla"),
-        (
-            {"blocks": True, "scattered": True},
-            "gpu",
-            "takes the tokens of a document apart",
-            "cudnn",
-        ),
         ({"blocks": True, "query_length": 64, "key_length": 64}, "gpu", "a chunk must be", "cudnn"),
     ],
 )

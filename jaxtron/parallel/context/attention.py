@@ -112,6 +112,7 @@ class ContextAttention:
             scale=scale,
             window=window,
             kernel=backend.blocks,
+            scattered=self.cut_documents is not None and layout.ring > 1,
         )
 
         def attend(

@@ -14,6 +14,10 @@ member       first pair (queries, keys)          second pair
 so every member does the same work in every step, and no invisible pair is computed. Which halves
 form the pairs is data (a slice at an offset), not control flow.
 
+Where documents are cut by themselves (``balance.py``), a member's own keys are three such pairs:
+each chunk with itself, and the late queries with the early keys. So a document's tokens stand
+together in every block.
+
 Blocks come from a ring, where the next one is under way while the present one is computed (Liu et
 al. 2023, arXiv:2310.01889), or from one all-gather. The backward pass goes over the blocks again:
 with the ring, the gradients of keys and values travel along with them and arrive at home.
@@ -61,6 +65,7 @@ class Blockwise:
         scale: factor on the scores.
         window: sliding window, or None.
         kernel: computes one block.
+        scattered: a document's tokens stand together in a chunk, and not in a member's two.
     """
 
     layout: ContextLayout
@@ -69,6 +74,7 @@ class Blockwise:
     scale: float
     window: int | None
     kernel: BlockKernel
+    scattered: bool = False
 
     @property
     def chunk(self) -> int:
@@ -128,6 +134,20 @@ class Blockwise:
         chunks = self._chunks(self.member())
         return self.arguments(inputs, self.mask(inputs, chunks, chunks, True))
 
+    def own_pairs(self, inputs: BlockInputs) -> list[Any]:
+        """The same in three pairs of chunks, in the form of :meth:`pairs`."""
+        chunks = self._chunks(self.member())
+        return [
+            (
+                jnp.int32(q_half),
+                jnp.int32(k_half),
+                self.arguments(
+                    inputs, self.mask(inputs, [chunks[q_half]], [chunks[k_half]], q_half == k_half)
+                ),
+            )
+            for q_half, k_half in ((0, 0), (1, 1), (1, 0))
+        ]
+
     def pairs(self, source: jax.Array, inputs: BlockInputs) -> list[Any]:
         """``(query half, key half, kernel arguments)`` of both visible pairs with a member."""
         late = (source > self.member()).astype(jnp.int32)
@@ -163,7 +183,7 @@ def _add_half(x: jax.Array, value: jax.Array, half: jax.Array) -> jax.Array:
 
 def _where_visible(mask: BlockMask, compute: Any, otherwise: Any) -> Any:
     """``compute()``; with a window or documents, ``otherwise`` when no pair can be visible."""
-    if mask.plain:
+    if mask.plain or mask.own_keys:
         return compute()
     return lax.cond(mask.any_visible(), compute, lambda: otherwise)
 
@@ -221,16 +241,35 @@ def blockwise_attention(
 
 
 def _forward(plan: Blockwise, q: jax.Array, k: jax.Array, v: jax.Array, inputs: BlockInputs) -> Any:
-    out, lse = plan.kernel.forward(q, k, v, **plan.own(inputs))
-    out = out.astype(jnp.float32)
-    for source, k_block, v_block in _other_blocks(plan, k, v):
-        for q_half, k_half, arguments in plan.pairs(source, inputs):
+    def add(total: Any, pairs: list[Any], k_block: jax.Array, v_block: jax.Array) -> Any:
+        """``(out, lse)`` with the keys of some pairs of chunks."""
+        out, lse = total
+        for q_half, k_half, arguments in pairs:
             before = _half(out, q_half), _half(lse, q_half, axis=2)
             operands = _half(q, q_half), _half(k_block, k_half), _half(v_block, k_half)
             merged = functools.partial(_merged, plan.kernel, before, operands, arguments)
             new_out, new_lse = _where_visible(arguments["mask"], merged, before)
             out = _put_half(out, new_out, q_half)
             lse = _put_half(lse, new_lse, q_half, axis=2)
+        return out, lse
+
+    if plan.scattered:
+        *own, late_with_early = plan.own_pairs(inputs)
+        parts = [
+            plan.kernel.forward(*(_half(x, half) for x in (q, k, v)), **arguments)
+            for half, _, arguments in own
+        ]
+        out, lse = (
+            jnp.concatenate(halves, axis)
+            for halves, axis in zip(zip(*parts, strict=True), (1, 2), strict=True)
+        )
+        total = add((out.astype(jnp.float32), lse), [late_with_early], k, v)
+    else:
+        out, lse = plan.kernel.forward(q, k, v, **plan.own(inputs))
+        total = out.astype(jnp.float32), lse
+    for source, k_block, v_block in _other_blocks(plan, k, v):
+        total = add(total, plan.pairs(source, inputs), k_block, v_block)
+    out, lse = total
     # Both are what the backward pass reads.
     out = checkpoint_name(out.astype(q.dtype), "core_attn")
     lse = checkpoint_name(lse, "core_attn")
@@ -240,16 +279,11 @@ def _forward(plan: Blockwise, q: jax.Array, k: jax.Array, v: jax.Array, inputs: 
 def _backward(plan: Blockwise, residuals: Any, dout: jax.Array) -> Any:
     q, k, v, out, lse, inputs = residuals
     ring, member = plan.layout.ring, plan.member()
-    dq, dk, dv = _gradients(plan.kernel, (q, k, v, out, lse, dout), plan.own(inputs))
-    if plan.gather:
-        # gradients of every member's keys and values, in the members' order
-        totals = tuple(
-            lax.dynamic_update_index_in_dim(jnp.zeros((ring, *x.shape), x.dtype), x, member, 0)
-            for x in (dk, dv)
-        )
-    for source, k_block, v_block in _other_blocks(plan, k, v):
+
+    def add(dq: jax.Array, pairs: list[Any], k_block: jax.Array, v_block: jax.Array) -> Any:
+        """``dq`` with the keys of some pairs of chunks, and the gradients of these keys."""
         block_dk, block_dv = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-        for q_half, k_half, arguments in plan.pairs(source, inputs):
+        for q_half, k_half, arguments in pairs:
             of_queries = _half(out, q_half), _half(lse, q_half, axis=2), _half(dout, q_half)
             operands = _half(q, q_half), _half(k_block, k_half), _half(v_block, k_half)
             shares = functools.partial(_gradients, plan.kernel, (*operands, *of_queries), arguments)
@@ -258,6 +292,20 @@ def _backward(plan: Blockwise, residuals: Any, dout: jax.Array) -> Any:
             dq = _add_half(dq, pair_dq, q_half)
             block_dk = _add_half(block_dk, pair_dk, k_half)
             block_dv = _add_half(block_dv, pair_dv, k_half)
+        return dq, block_dk, block_dv
+
+    if plan.scattered:
+        dq, dk, dv = add(jnp.zeros(q.shape, jnp.float32), plan.own_pairs(inputs), k, v)
+    else:
+        dq, dk, dv = _gradients(plan.kernel, (q, k, v, out, lse, dout), plan.own(inputs))
+    if plan.gather:
+        # gradients of every member's keys and values, in the members' order
+        totals = tuple(
+            lax.dynamic_update_index_in_dim(jnp.zeros((ring, *x.shape), x.dtype), x, member, 0)
+            for x in (dk, dv)
+        )
+    for source, k_block, v_block in _other_blocks(plan, k, v):
+        dq, block_dk, block_dv = add(dq, plan.pairs(source, inputs), k_block, v_block)
         if plan.gather:
             totals = tuple(
                 lax.dynamic_update_index_in_dim(total, x, source, 0)
