@@ -129,6 +129,11 @@ def find_factory(config: OptimizerConfig) -> OptimizerFactory:
             f"optimizer.exp_avg_dtype={config.exp_avg_dtype} is for optimizer.name=adamw, not "
             f"{config.name}; set it to fp32"
         )
+    if config.offload and config.name == "sgd" and not config.sgd_momentum:
+        raise ConfigError(
+            "optimizer.offload keeps moments on the host, but optimizer.name=sgd has none with "
+            "optimizer.sgd_momentum=0: set optimizer.offload to false"
+        )
     name = config.name
     if name in OPTIMIZERS:
         if config.options:

@@ -47,6 +47,11 @@ def check_recipe(
             f"precision.fp8 is {config.fp8} and precision.compute is fp16: FP8 products add up to "
             "bf16 or fp32: set precision.compute to bf16, or precision.fp8 to null"
         )
+    if config.first_last_layers_bf16 and not bf16_layers(config, num_layers):
+        yield (
+            "precision.first_last_layers_bf16 is true, but num_layers_at_start_in_bf16 and "
+            "num_layers_at_end_in_bf16 are 0: set one of them, or first_last_layers_bf16 to false"
+        )
     if len(bf16_layers(config, num_layers)) == num_layers:
         yield (
             f"precision.first_last_layers_bf16 keeps {config.num_layers_at_start_in_bf16} + "

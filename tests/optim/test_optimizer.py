@@ -226,3 +226,9 @@ def test_a_moment_dtype_for_another_optimizer_is_refused():
     config = OptimizerConfig(name="lion", lr=0.1, exp_avg_dtype="bf16")
     with pytest.raises(ConfigError, match=r"exp_avg_dtype=bf16 is for optimizer.name=adamw"):
         make_optimizer(config, total_steps=1, logical_axes=AXES)
+
+
+def test_offload_without_a_moment_is_refused():
+    config = OptimizerConfig(name="sgd", lr=0.1, sgd_momentum=0.0, offload=True)
+    with pytest.raises(ConfigError, match="set optimizer.offload to false"):
+        make_optimizer(config, total_steps=1, logical_axes=AXES)

@@ -240,6 +240,15 @@ def test_training_steps_run_on_a_mesh_with_replicas_alike() -> None:
             {},
             "1 \\+ 1 layers in bf16, which is all 2",
         ),
+        (
+            {
+                "first_last_layers_bf16": True,
+                "num_layers_at_start_in_bf16": 0,
+                "num_layers_at_end_in_bf16": 0,
+            },
+            {},
+            "in_bf16 are 0: set one of them",
+        ),
         ({"fp8_exceptions": ["*/mlp/gate"]}, {}, "'\\*/mlp/gate' names no product.*mlp/up"),
         ({"fp8_exceptions": ["*/*"]}, {}, "leave no product in FP8"),
         (
