@@ -133,7 +133,7 @@ class ModelConfig:
     moe_token_dispatcher_type: Literal["auto", "allgather", "alltoall", "ragged"] = key(
         "auto",
         "How tokens reach experts on other devices; auto: alltoall where a capacity makes it send "
-        "less than allgather; ragged is for GPUs.",
+        "less than allgather; ragged is for GPUs, and slow within a host.",
     )
     moe_expert_capacity_factor: float | None = key(
         None,

@@ -43,7 +43,7 @@ class ParallelConfig:
         None,
         "Where 16-bit gradients are scattered over fsdp and added in fp32, exchange them as they "
         "are and let each device add, instead of a reduce-scatter of fp32; null: where the devices "
-        "that share a parameter are of one host.",
+        "that share a parameter are of one host, and there is no pipeline.",
     )
     context_strategy: ContextStrategy = key(
         "all_gather",

@@ -1,6 +1,7 @@
 """In which format gradients travel to be summed over devices, and who adds them."""
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +12,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxtron.errors import ConfigError
+from jaxtron.log_once import log_once
 from jaxtron.mesh.mesh import within_host
 from jaxtron.parallel.config import ParallelConfig
 from jaxtron.precision.config import PrecisionConfig
 from jaxtron.precision.dtypes import DTYPES
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ def plan_reduction(
     """``parallel.reduce_scatter_with_fp32_accumulation``, with null decided, and its dtype.
 
     Null is on where the devices that share a parameter are of one host. Between hosts a
-    reduce-scatter may be better: it adds up within a host first, and every sum travels once.
+    reduce-scatter may be better: it adds up within a host first, and every sum travels once. In a
+    pipeline, where gradients are scattered in branches, the exchange has not been run on GPUs.
 
     Args:
         parallel: the configuration.
@@ -91,5 +96,17 @@ def plan_reduction(
             f"parallel.reduce_scatter_with_fp32_accumulation is true, but {'; '.join(against)} "
             "(set it to null)"
         )
-    exchange = within_host(mesh, zero_axes) if asked is None else asked
+    one_host, stages = within_host(mesh, zero_axes), parallel.pipeline
+    exchange = (one_host and stages == 1) if asked is None else asked
+    if zero_axes and not against:
+        over = "+".join(zero_axes)
+        how = (
+            f"{precision.compute} parts are exchanged and added in fp32"
+            if exchange
+            else "reduce-scatter in fp32"
+        )
+        if asked is None:
+            no = f"of {stages} pipeline stages" if one_host else "they are on several hosts"
+            how += " (auto)" if exchange else f", because {no} (auto)"
+        log_once(logger, f"gradients over {over}: {how}")
     return Reduction(jnp.dtype(DTYPES[precision.grad_reduce]), exchange)

@@ -1,5 +1,6 @@
 """Sums of gradients over devices: what travels, that the sums are exact, and refusals."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
+from jaxtron.log_once import log_once
 from jaxtron.mesh.mesh import within_host
 from jaxtron.parallel.reduction import Reduction, plan_reduction
 from tests.parity.harness import make_config, run
@@ -93,6 +95,31 @@ def test_a_step_in_bf16_has_the_same_gradients_by_both(shards: int) -> None:
     ]
     for a, b in zip(*(jax.tree.leaves(result["grads"]) for result in results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "overrides, expected, words",
+    [
+        ([], True, "bf16 parts are exchanged and added in fp32 (auto)"),
+        (["parallel.data_sharding=optim_grads", "parallel.pipeline=2"], False, "2 pipeline stages"),
+        ([f"parallel.{KEY}=false"], False, "gradients over fsdp: reduce-scatter in fp32"),
+        (
+            ["parallel.data_sharding=optim_grads", "parallel.pipeline=2", f"parallel.{KEY}=true"],
+            True,
+            "bf16 parts are exchanged and added in fp32",
+        ),
+    ],
+)
+def test_null_is_decided_and_said(
+    overrides: list[str], expected: bool, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_once.cache_clear()
+    config = load_config({"preset": "tiny"}, ["precision.compute=bf16", *overrides])
+    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
+    with caplog.at_level(logging.INFO):
+        found = plan_reduction(config.parallel, config.precision, mesh, ("fsdp",), microbatches=1)
+    assert found == Reduction(FP32, expected)
+    assert words in caplog.text
 
 
 class Cpu(NamedTuple):
