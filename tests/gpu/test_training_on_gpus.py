@@ -91,20 +91,25 @@ def test_one_gpu_in_bf16_follows_the_cpu_in_fp32(config_file: Path, on_cpu: list
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "layout",
+    ("gpus", "layout"),
     [
-        "parallel.fsdp=4 parallel.data_sharding=optim",
-        "parallel.fsdp=4 parallel.data_sharding=optim_grads_params",
-        "parallel.fsdp=2 parallel.tensor=2 parallel.data_sharding=optim_grads",
-        "parallel.fsdp=1 parallel.tensor=4",
+        # the one microbatch's gradients are exchanged in bf16, those of several are fp32 sums
+        (2, "parallel.fsdp=2 train.num_microbatches=1"),
+        (2, "parallel.fsdp=2 parallel.data_sharding=optim_grads_params"),
+        (2, "parallel.fsdp=1 parallel.tensor=2 train.microbatches_at_once=2"),
+        (2, "parallel.fsdp=1 parallel.pipeline=2"),
+        (4, "parallel.fsdp=4 parallel.data_sharding=optim"),
+        (4, "parallel.fsdp=4 parallel.data_sharding=optim_grads_params"),
+        (4, "parallel.fsdp=2 parallel.tensor=2 parallel.data_sharding=optim_grads"),
+        (4, "parallel.fsdp=1 parallel.tensor=4"),
     ],
 )
-def test_four_gpus_in_bf16_follow_the_cpu_in_fp32(
-    config_file: Path, on_cpu: list[float], layout: str
+def test_several_gpus_in_bf16_follow_the_cpu_in_fp32(
+    config_file: Path, on_cpu: list[float], gpus: int, layout: str
 ) -> None:
     import jax
 
-    if len(jax.devices("gpu")) < 4:
-        pytest.skip("needs four GPUs")
+    if len(jax.devices("gpu")) < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
     name = layout.replace(" ", "_").replace("=", "")
-    assert_close(losses(config_file, name, 4, *layout.split()), on_cpu)
+    assert_close(losses(config_file, name, gpus, *layout.split()), on_cpu)
