@@ -91,7 +91,7 @@ def _experts(inspection: Inspection) -> str:
     parts, inner = rules.size("experts"), rules.size("expert_mlp")
     over = f" over {'+'.join(rules.axes('experts'))}" if parts > 1 else ""
     width = f", {model.expert_ffn // inner} of {model.expert_ffn} ffn channels" if inner > 1 else ""
-    how = model.moe_token_dispatcher_type if parts > 1 else "no dispatch"
+    how = f"dispatcher {model.moe_token_dispatcher_type}" if parts > 1 else "no dispatch"
     return (
         f"{model.num_experts} a layer, {model.moe_router_topk} a token; a device has "
         f"{model.num_experts // parts}{over}{width}, {how}"
