@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxtron.bench.breakdown import breakdown, kernels_of, read_trace
+from jaxtron.bench.breakdown import breakdown, by_device, kernels_of, read_trace
 from jaxtron.bench.matrix import __doc__ as matrix_help
 from jaxtron.bench.matrix import read_matrix, run_matrix, table
 from jaxtron.bench.scopes import COMMAND_BUFFERS, ScopeTimes, read_step_text, scope_times
@@ -252,7 +252,8 @@ def _print_breakdown(
     """Print what a trace tells; returns what ``--scopes`` asks for."""
     text = read_step_text(folder) if args.scopes else None
     events = read_trace(folder)
-    print("\n".join(breakdown(events).lines(args.traced_steps, args.top)), flush=True)
+    lines = [*breakdown(events).lines(args.traced_steps, args.top)]
+    print("\n".join([*lines, *by_device(events, args.traced_steps)]), flush=True)
     scopes = None if text is None else scope_times(kernels_of(events), text)
     if scopes is not None:
         print("\n".join(["", *scopes.lines(args.traced_steps)]), flush=True)

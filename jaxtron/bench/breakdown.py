@@ -19,6 +19,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("copy", r"memcpy|memset|copy"),
 )
 OTHER = "other compute"
+COLLECTIVES = re.compile(r"AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast")
 
 Span = tuple[float, float]
 
@@ -46,14 +47,18 @@ class Breakdown:
     Attributes:
         total: from the first kernel to the end of the last.
         busy: per kind, the sum of its kernels' times; kinds may overlap.
+        computing: time in which anything but communication ran.
         exposed_communication: time in which communication ran and nothing else did.
+        exposed: of it, by the collective's name; two at a time count for both.
         idle: time in which nothing ran.
         kernels: total time and count per kernel name, longest first.
     """
 
     total: float
     busy: dict[str, float]
+    computing: float
     exposed_communication: float
+    exposed: dict[str, float]
     idle: float
     kernels: list[tuple[str, float, int]]
 
@@ -67,6 +72,8 @@ class Breakdown:
         rows = [row("device time", self.total)]
         rows += [row(kind, t) for kind, t in sorted(self.busy.items(), key=lambda i: -i[1])]
         rows.append(row("exposed communication", self.exposed_communication))
+        longest_first = sorted(self.exposed.items(), key=lambda i: -i[1])
+        rows += [row(f"  {name}", t) for name, t in longest_first if t > 0]
         rows.append(row("idle", self.idle))
         for name, seconds, count in self.kernels[:top]:
             rows.append(f"{1e3 * seconds / steps:9.3f} ms {count / steps:7.1f} x {name[:110]}")
@@ -153,22 +160,48 @@ def breakdown(events: Iterable[Mapping[str, Any]], device: int = 0) -> Breakdown
         DataError: the trace has no kernels of that device.
     """
     spans: dict[str, list[Span]] = defaultdict(list)
+    collectives: dict[str, list[Span]] = defaultdict(list)
     by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for start, end, name, _ in kernels_of(events, device):
-        spans[kind_of(name)].append((start, end))
+        kind = kind_of(name)
+        spans[kind].append((start, end))
+        if kind == "communication":
+            found = COLLECTIVES.search(name)
+            collectives[found[0] if found else "other"].append((start, end))
         by_name[name][0] += end - start
         by_name[name][1] += 1
     everything = [span for kind in spans.values() for span in kind]
     compute = [span for kind, each in spans.items() if kind != "communication" for span in each]
     total = max(end for _, end in everything) - min(start for start, _ in everything)
     ranked = sorted(by_name.items(), key=lambda item: -item[1][0])
+    computing = _length(compute)
+    exposed = {name: _length([*compute, *each]) - computing for name, each in collectives.items()}
     return Breakdown(
         total=total,
         busy={kind: sum(end - start for start, end in each) for kind, each in spans.items()},
-        exposed_communication=_length(everything) - _length(compute),
+        computing=computing,
+        exposed_communication=_length(everything) - computing,
+        exposed=exposed,
         idle=total - _length(everything),
         kernels=[(name, seconds, int(count)) for name, (seconds, count) in ranked],
     )
+
+
+def by_device(events: Iterable[Mapping[str, Any]], steps: int) -> list[str]:
+    """A line for each GPU of the traced process, of several: which of them waits for others.
+
+    A card that computes faster than the rest shows more exposed communication.
+    """
+    events = list(events)
+    devices = sorted(device_kernels(events))
+    if len(devices) < 2:
+        return []
+    rows = [f"{'ms of a step':26s} {'computing':>10s} {'exposed':>10s} {'idle':>10s}"]
+    for device in devices:
+        found = breakdown(events, device)
+        times = (found.computing, found.exposed_communication, found.idle)
+        rows.append(f"{f'GPU {device}':26s} " + " ".join(f"{1e3 * t / steps:10.2f}" for t in times))
+    return rows
 
 
 def read_trace(folder: Path) -> list[dict[str, Any]]:

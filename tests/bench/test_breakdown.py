@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxtron.bench.breakdown import breakdown, kind_of, read_trace
+from jaxtron.bench.breakdown import breakdown, by_device, kind_of, read_trace
 from jaxtron.errors import DataError
 
 META = [
@@ -39,6 +39,42 @@ def test_a_hand_made_trace_is_broken_down():
     assert found.idle == pytest.approx(10e-6)
     assert found.kernels[0] == ("nvjet_tst_128x256", pytest.approx(100e-6), 1)
     assert "0.10 ms  50.0 %" in "\n".join(found.lines(steps=1))
+
+
+def test_exposed_time_is_told_by_collective():
+    more = [
+        kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 190, 30, tid=8),  # 20 alone
+        kernel("ncclDevKernel_SendRecv", 10, 40, tid=8),  # all of it beside a product
+        kernel("ncclDevKernel_Unknown", 215, 10, tid=8),  # 10, of which 5 beside another
+    ]
+    found = breakdown([*EVENTS, *more])
+    assert found.exposed == pytest.approx(
+        {"AllGather": 40e-6, "ReduceScatter": 20e-6, "SendRecv": 0, "other": 10e-6}
+    )
+    assert found.exposed_communication == pytest.approx(65e-6)
+    assert found.computing == pytest.approx(150e-6)
+    lines = found.lines(steps=1)
+    start = next(i for i, line in enumerate(lines) if line.startswith("exposed"))
+    rows = [line.split()[0] for line in lines[start + 1 :]]
+    assert rows == ["AllGather", "ReduceScatter", "other", "idle"]
+
+
+def test_the_card_that_waits_is_shown():
+    other = {"name": "/device:GPU:1"}
+    meta = [
+        {**e, "pid": 2, **({"args": other} if e["name"] == "process_name" else {})} for e in META
+    ]
+    faster = [kernel("nvjet", 0, 60), kernel("ncclDevKernel_AllGather", 60, 80, tid=8)]
+    events = [*EVENTS, *meta, *({**e, "pid": 2} for e in faster)]
+    in_ms = [
+        {**e, "ts": 1000 * e["ts"], "dur": 1000 * e["dur"]} if "ts" in e else e for e in events
+    ]
+    rows = by_device(in_ms, steps=2)
+    assert [row.split() for row in rows[1:]] == [
+        ["GPU", "0", "75.00", "20.00", "5.00"],
+        ["GPU", "1", "30.00", "40.00", "0.00"],
+    ]
+    assert by_device(EVENTS, steps=1) == []
 
 
 @pytest.mark.parametrize(
