@@ -252,7 +252,7 @@ def _print_breakdown(
     """Print what a trace tells; returns what ``--scopes`` asks for."""
     text = read_step_text(folder) if args.scopes else None
     events = read_trace(folder)
-    lines = [*breakdown(events).lines(args.traced_steps, args.top)]
+    lines = breakdown(events).lines(args.traced_steps, args.top)
     print("\n".join([*lines, *by_device(events, args.traced_steps)]), flush=True)
     scopes = None if text is None else scope_times(kernels_of(events), text)
     if scopes is not None:
