@@ -26,7 +26,7 @@ from jaxtron.errors import ConfigError
 from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
-from jaxtron.launch.xla_flags import step_options
+from jaxtron.launch.xla_flags import has_copy_engines, step_options
 from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.layers.moe.layer import check_experts
@@ -42,6 +42,7 @@ from jaxtron.optim.streamed import StreamedUpdate
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
+from jaxtron.parallel.exchange import exchanges_in_process, exchanges_stream
 from jaxtron.parallel.microbatches import GradientPlan, Sequential
 from jaxtron.parallel.overlap import plan_overlap
 from jaxtron.parallel.param_layout import is_layout, param_layouts
@@ -123,18 +124,23 @@ class Program:
         sequence_parallel = parallel.sequence_parallel
         if sequence_parallel is None:
             sequence_parallel = self.sizes["tensor"] > 1
-        self.region = Region(self.sizes, sequence_parallel)
+        compiler = (
+            getattr(devices[0], "compute_capability", None),
+            jax.__version__,
+            os.environ.get("XLA_FLAGS", ""),
+        )
+        exchanges = exchanges_stream(
+            parallel,
+            self.mesh,
+            sequence_parallel=sequence_parallel,
+            copies=has_copy_engines(*compiler),
+        )
+        self.region = Region(self.sizes, sequence_parallel, exchanges)
         placement = place_layers(
             config.model.stacked_blocks,
             self.sizes["pipeline"],
             parallel.virtual_pipeline,
             parallel.pipeline_layout,
-        )
-        self.compiler_options = step_options(
-            getattr(devices[0], "compute_capability", None),
-            jax.__version__,
-            os.environ.get("XLA_FLAGS", ""),
-            branching=self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
         )
         self.order: StackOrder = stack_order(placement)
         shapes = self.order.place(self.model.shapes)
@@ -151,6 +157,16 @@ class Program:
             self.mesh,
             self.rules.axes("zero"),
             microbatches=self.batch_layout.num_microbatches if not ramp else None,
+        )
+        self.compiler_options = step_options(
+            *compiler,
+            branching=self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
+            exchange=exchanges_in_process(
+                self.mesh,
+                stream=exchanges,
+                gradients=reduction.exchange,
+                ragged=config.model.moe_token_dispatcher_type == "ragged",
+            ),
         )
         self.plan = GradientPlan(
             layouts=self.layouts,

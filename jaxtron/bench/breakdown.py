@@ -13,13 +13,13 @@ from jaxtron.errors import DataError
 
 # The first pattern found in a kernel's name decides; what matches none is other compute.
 KINDS: tuple[tuple[str, str], ...] = (
-    ("communication", r"nccl|ncclDevKernel|collective|nvshmem"),
+    ("communication", r"nccl|collective|nvshmem|MemcpyP2P"),
     ("attention", r"cudnn|fmha|flash|attention"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|splitK"),
     ("copy", r"memcpy|memset|copy"),
 )
 OTHER = "other compute"
-COLLECTIVES = re.compile(r"AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast")
+COLLECTIVES = re.compile(r"AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast|MemcpyP2P")
 
 Span = tuple[float, float]
 

@@ -70,6 +70,16 @@ def _sequence_parallel_has_tensor(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _tensor_parts_are_exchanged(config: Config, axes: Axes) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.tp_comm_overlap and (axes["tensor"] == 1 or parallel.sequence_parallel is False):
+        yield (
+            "parallel.tp_comm_overlap is true, but without sequence parallelism the residual "
+            "stream is not split: set it to null, or parallel.tensor above 1 with "
+            "parallel.sequence_parallel null or true"
+        )
+
+
 def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:
     recompute = config.train.recompute
     off = axes["tensor"] == 1 or config.parallel.sequence_parallel is False
@@ -304,6 +314,7 @@ AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _tensor_divides_ffn,
     _vocabulary_splits,
     _sequence_parallel_has_tensor,
+    _tensor_parts_are_exchanged,
     _sequence_splits,
     _context_strategy_fits,
     _documents_can_be_cut,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jaxlib
 
@@ -27,8 +28,9 @@ class FlagRow:
         name: flag without dashes.
         value: as XLA reads it.
         measured: what was seen.
-        branching: for the step of a pipeline whose stages take branches (several chunks, uneven
-            stages) alone, given as that is compiled; otherwise for the whole process.
+        steps: the training steps that it is for, given as one is compiled: those of a pipeline
+            whose stages take branches (several chunks, uneven stages), or those that exchange
+            parts within a process (``parallel/exchange.py``). None: for the whole process.
     """
 
     compute_capability: str
@@ -36,8 +38,10 @@ class FlagRow:
     name: str
     value: str
     measured: str
-    branching: bool = False
+    steps: Literal["branching", "exchange"] | None = None
 
+
+COPIES = "xla_gpu_use_memcpy_local_p2p"
 
 TABLE: tuple[FlagRow, ...] = (
     FlagRow(
@@ -63,7 +67,16 @@ TABLE: tuple[FlagRow, ...] = (
         value="4",
         measured="pipeline 2 with 2 chunks of 2 layers, two H200, JAX 0.11.2: 1517 -> 1507 ms; "
         "tensor 2 with two microbatches at once: 736 -> 741 ms with a limit of 2",
-        branching=True,
+        steps="branching",
+    ),
+    FlagRow(
+        compute_capability="9.0",
+        jax="0.11",
+        name=COPIES,
+        value="true",
+        measured="two H200, bf16, JAX 0.11.2: 8 Llama-3-8B layers, fsdp 2, 4 sequences a GPU 353 "
+        "-> 349 ms; 4 Mixtral layers, expert 2 by alltoall 694 -> 683 ms",
+        steps="exchange",
     ),
 )
 
@@ -95,12 +108,17 @@ def with_determinism(overrides: Mapping[str, FlagValue]) -> dict[str, FlagValue]
 
 def table_rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:
     """Rows for a process on a GPU and a JAX version; none for a CPU or a GPU not measured."""
-    return tuple(row for row in _rows(compute_capability, jax_version) if not row.branching)
+    return tuple(row for row in _rows(compute_capability, jax_version) if row.steps is None)
 
 
 def step_options(
-    compute_capability: str | None, jax_version: str, environment: str, branching: bool
-) -> dict[str, str]:
+    compute_capability: str | None,
+    jax_version: str,
+    environment: str,
+    *,
+    branching: bool,
+    exchange: bool,
+) -> dict[str, str | bool]:
     """Options to compile a training step with, besides the flags of the process.
 
     Args:
@@ -109,10 +127,29 @@ def step_options(
         environment: value of ``XLA_FLAGS``; what stands there (``runtime.xla_flags`` does)
             counts before the table.
         branching: whether stages of a pipeline take branches in the step.
+        exchange: whether parts are exchanged within a process.
     """
     chosen = {_word_name(word) for word in environment.split()}
-    rows = _rows(compute_capability, jax_version) if branching else ()
-    return {row.name: row.value for row in rows if row.branching and row.name not in chosen}
+    holds = {"branching": branching, "exchange": exchange}
+    return {
+        row.name: {"true": True, "false": False}.get(row.value, row.value)  # strings are refused
+        for row in _rows(compute_capability, jax_version)
+        if row.steps is not None and holds[row.steps] and row.name not in chosen
+    }
+
+
+def has_copy_engines(compute_capability: str | None, jax_version: str, environment: str) -> bool:
+    """Whether what a step exchanges within a process is copied, not sent by NCCL.
+
+    Args:
+        compute_capability: of the GPU, None for a CPU.
+        jax_version: as JAX tells it.
+        environment: value of ``XLA_FLAGS``, which counts before the table.
+    """
+    given = [word.partition("=")[2] for word in environment.split() if _word_name(word) == COPIES]
+    if given:
+        return given[-1].lower() in ("", "true", "1")
+    return any(row.name == COPIES for row in _rows(compute_capability, jax_version))
 
 
 def _rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:

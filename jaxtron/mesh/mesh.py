@@ -56,6 +56,20 @@ def host_of(device: jax.Device) -> int:
     return index
 
 
+def process_axis(mesh: Mesh) -> str | None:
+    """The one mesh axis along which the devices of each process lie, all of them.
+
+    None: a process has a single device, or devices along several axes.
+    """
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    for n, name in enumerate(mesh.axis_names):
+        rows = np.moveaxis(owners, n, -1).reshape(-1, mesh.shape[name])
+        alone = len(np.unique(owners)) == len(rows)  # no two rows are of one process
+        if mesh.shape[name] > 1 and alone and np.all(rows == rows[:, :1]):
+            return str(name)
+    return None
+
+
 def within_host(mesh: Mesh, axes: Sequence[str]) -> bool:
     """Whether the devices along ``axes``, the other coordinates alike, are of one host."""
     order = [n for n, name in enumerate(mesh.axis_names) if name not in axes]

@@ -45,6 +45,12 @@ class ParallelConfig:
         "are and let each device add, instead of a reduce-scatter of fp32; null: where the devices "
         "that share a parameter are of one host, and there is no pipeline.",
     )
+    tp_comm_overlap: bool | None = key(
+        None,
+        "With sequence parallelism, gather and sum the residual stream by exchanging parts, which "
+        "copy engines do beside matrix products where a process has one tensor group and nothing "
+        "else; null: there, on GPUs and without a pipeline.",
+    )
     context_strategy: ContextStrategy = key(
         "all_gather",
         "How attention reaches the other parts of the sequence: gather keys and values, pass them "

@@ -1,6 +1,5 @@
 """In which format gradients travel to be summed over devices, and who adds them."""
 
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from jaxtron.errors import ConfigError
 from jaxtron.log_once import log_once
 from jaxtron.mesh.mesh import within_host
 from jaxtron.parallel.config import ParallelConfig
+from jaxtron.parallel.exchange import exchanged_sum
 from jaxtron.precision.config import PrecisionConfig
 from jaxtron.precision.dtypes import DTYPES
 
@@ -47,10 +47,7 @@ class Reduction:
             return lax.psum_scatter(g.astype(self.dtype), axes, scatter_dimension=dim, tiled=True)
         count = lax.axis_size(axes)
         parts = g.reshape(*g.shape[:dim], count, g.shape[dim] // count, *g.shape[dim + 1 :])
-        parts = lax.all_to_all(jnp.moveaxis(parts, dim, 0), axes, 0, 0)
-        total = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
-        # two parts are as large as their sum, and are added where it is used; more would be kept
-        return total if count == 2 else lax.optimization_barrier(total)
+        return exchanged_sum(jnp.moveaxis(parts, dim, 0), axes)
 
 
 def plan_reduction(

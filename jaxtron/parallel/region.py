@@ -19,16 +19,25 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtron.parallel.exchange import gather_tensor, scatter_tensor
+
 VOCAB_AXES = ("pipeline", "tensor")
 """Mesh axes that share the work of embedding and output layer, slowest first."""
 
 
 @dataclass(frozen=True)
 class Region:
-    """Sizes of the mesh axes, and whether the residual stream is split over ``tensor``."""
+    """Sizes of the mesh axes, and how members of ``tensor`` share the residual stream.
+
+    Attributes:
+        sizes: of every mesh axis.
+        sequence_parallel: whether the residual stream is split over ``tensor``.
+        exchange: whether it is gathered and summed by exchanges (``exchange.py``).
+    """
 
     sizes: Mapping[str, int]
     sequence_parallel: bool
+    exchange: bool = False
 
     @property
     def tensor(self) -> int:
@@ -77,7 +86,8 @@ class Region:
         """
         if not self.sequence_parallel:
             return x
-        return checkpoint_name(lax.all_gather(x, "tensor"), "gathered_sequence")
+        parts = gather_tensor(x) if self.exchange else lax.all_gather(x, "tensor")
+        return checkpoint_name(parts, "gathered_sequence")
 
     def join(self, x: jax.Array) -> jax.Array:
         """Whole sequences ``[b, s, ...]`` of the parts that :meth:`gather_parts` makes."""
@@ -104,7 +114,7 @@ class Region:
             return lax.psum(x, "tensor") if partial and self.tensor > 1 else x
         if not partial:
             return lax.dynamic_index_in_dim(x, lax.axis_index("tensor"), 0, keepdims=False)
-        return lax.psum_scatter(x, "tensor")
+        return scatter_tensor(x) if self.exchange else lax.psum_scatter(x, "tensor")
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
         """Whole sequences of the residual stream: ``[b, s/tensor, ...] -> [b, s, ...]``."""

@@ -13,6 +13,8 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
+from jaxtron.parallel.exchange import is_gather, is_scatter
+
 Values = dict[Var | Literal, Any]
 
 
@@ -85,7 +87,7 @@ def _turns(equations: Sequence[JaxprEqn]) -> Iterator[tuple[Sequence[JaxprEqn], 
     """Operations of each turn, and the reduce-scatter after it."""
     start = 0
     for i, equation in enumerate(equations):
-        if _over_tensor(equation, "reduce_scatter"):
+        if is_scatter(equation):
             yield equations[start:i], equation
             start = i + 1
     yield equations[start:], None
@@ -101,7 +103,7 @@ def _cuts(turn: Sequence[JaxprEqn], scatter: JaxprEqn | None) -> tuple[int, int]
             needed.update(v for v in turn[i].invars if isinstance(v, Var))
             if turn[i].primitive.name == "dot_general":
                 product = i + 1
-        if _over_tensor(turn[i], "all_gather"):
+        if is_gather(turn[i]):
             gather = i + 1
     return gather, max(gather, product)
 
@@ -109,10 +111,6 @@ def _cuts(turn: Sequence[JaxprEqn], scatter: JaxprEqn | None) -> tuple[int, int]
 def _order(one: Values, a: Var, other: Values, b: Var | Literal) -> None:
     """What reads one of both values waits for the other too."""
     one[a], other[b] = lax.optimization_barrier((one[a], other[b]))
-
-
-def _over_tensor(equation: JaxprEqn, name: str) -> bool:
-    return equation.primitive.name == name and equation.params["axis_name"] == ("tensor",)
 
 
 def _evaluate(equation: JaxprEqn, values: Values) -> None:

@@ -86,6 +86,7 @@ def test_the_card_that_waits_is_shown():
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "gemm"),
         ("gemm_gate_up_mosaic_gpu_kernel", "gemm"),
         ("MemcpyD2D", "copy"),
+        ("MemcpyP2P", "communication"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
         ("input_reduce_fusion", "other compute"),
     ],

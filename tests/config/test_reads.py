@@ -40,8 +40,8 @@ ALWAYS_READ = {
 """Under every choice, or with nothing to lose where they are not."""
 
 OTHER_CHECKS = {
-    "parallel": "sequence_parallel context_strategy context_cut_documents virtual_pipeline "
-    "pipeline_schedule pipeline_layout",
+    "parallel": "sequence_parallel tp_comm_overlap context_strategy context_cut_documents "
+    "virtual_pipeline pipeline_schedule pipeline_layout",
 }
 """Refused by ``validate_*``, or idle only on a mesh axis of one device, which is no choice."""
 

@@ -167,6 +167,22 @@ REFUSED = {
         ["padded to 258", "parallel.tensor 2 × parallel.pipeline 4 = 8", "divisible_by to 24"],
         ["model.make_vocab_size_divisible_by=24"],
     ),
+    "tp_comm_overlap_without_tensor": (
+        ["parallel.tp_comm_overlap=true"],
+        8,
+        ["parallel.tp_comm_overlap is true", "not split", "null"],
+        ["parallel.tp_comm_overlap=null"],
+    ),
+    "tp_comm_overlap_without_sequence_parallelism": (
+        [
+            "parallel.tp_comm_overlap=true",
+            "parallel.tensor=2",
+            "parallel.sequence_parallel=false",
+        ],
+        8,
+        ["parallel.tp_comm_overlap is true", "sequence_parallel null or true"],
+        ["parallel.sequence_parallel=null"],
+    ),
     "sequence_parallel_without_tensor": (
         ["parallel.sequence_parallel=true"],
         8,

@@ -1,11 +1,15 @@
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxtron.errors import ConfigError
 from jaxtron.launch.xla_flags import (
+    COPIES,
     DETERMINISTIC,
     TABLE,
     check_known,
     combine,
+    has_copy_engines,
     step_options,
     table_rows,
     with_determinism,
@@ -21,13 +25,35 @@ def test_table_serves_only_what_was_measured():
         assert table_rows(capability, version) == ()
 
 
-def test_a_step_with_branches_has_options_of_its_own_unless_the_flags_name_them():
+def test_a_step_has_options_by_its_kind_unless_the_flags_name_them():
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    assert step_options("9.0", "0.11.2", "--xla_a=1", branching=True) == {limit: "4"}
-    assert step_options("9.0", "0.11.2", f"--xla_a=1 --{limit}=1", branching=True) == {}
-    assert step_options("9.0", "0.11.2", "", branching=False) == {}
+    cases = {
+        (True, False): {limit: "4"},
+        (False, True): {COPIES: True},
+        (True, True): {limit: "4", COPIES: True},
+        (False, False): {},
+    }
+    for (branching, exchange), expected in cases.items():
+        holds = {"branching": branching, "exchange": exchange}
+        assert step_options("9.0", "0.11.2", "--xla_a=1", **holds) == expected
+        named = f"--xla_a=1 --{limit}=1 --{COPIES}=false"
+        assert step_options("9.0", "0.11.2", named, **holds) == {}
+        for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
+            assert step_options(capability, version, "", **holds) == {}
+
+
+def test_options_of_a_step_are_such_as_jax_takes():
+    options = step_options("9.0", "0.11.2", "", branching=True, exchange=True)
+    step = jax.jit(lambda x: x + 1, compiler_options=options)
+    assert step(jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_copy_engines_are_those_of_measured_gpus_or_asked_for():
+    assert has_copy_engines("9.0", "0.11.2", "--xla_a=1")
     for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
-        assert step_options(capability, version, "", branching=True) == {}
+        assert not has_copy_engines(capability, version, "")
+        assert has_copy_engines(capability, version, f"--{COPIES}=true")
+    assert not has_copy_engines("9.0", "0.11.2", f"--{COPIES} --{COPIES}=false")
 
 
 @pytest.mark.parametrize(

@@ -13,29 +13,31 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtron.bench.scopes import scope_of
+from jaxtron.parallel.exchange import gather_tensor, scatter_tensor
 from jaxtron.parallel.side_by_side import side_by_side
 
 BLOCKS = 3
 
 
-@functools.partial(jax.jit, inline=True)  # as the layers of an unrolled loop
-def block(x: jax.Array, pair: jax.Array) -> jax.Array:
-    y = jnp.tanh(lax.all_gather(x, "tensor") @ pair[0]) @ pair[1]
-    return x + lax.psum_scatter(y, "tensor")
+@functools.partial(jax.jit, inline=True, static_argnums=0)  # as the layers of an unrolled loop
+def block(exchange: bool, x: jax.Array, pair: jax.Array) -> jax.Array:
+    gathered = gather_tensor(x) if exchange else lax.all_gather(x, "tensor")
+    y = jnp.tanh(gathered @ pair[0]) @ pair[1]
+    return x + (scatter_tensor(y) if exchange else lax.psum_scatter(y, "tensor"))
 
 
-def blocks(weights: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
+def blocks(exchange: bool, weights: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
     """Three tensor-parallel blocks of two products on a stream ``[tokens, h]``."""
     for pair in weights:
-        x = block(x, pair)
+        x = block(exchange, x, pair)
     return {"stream": x, "squares": lax.psum(jnp.sum(x * x), "tensor")}
 
 
-def gradients(weights: jax.Array, x: jax.Array) -> Any:
+def gradients(exchange: bool, weights: jax.Array, x: jax.Array) -> Any:
     """Of the sum of squares, with the stream."""
 
     def objective(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
-        out = blocks(*arguments)
+        out = blocks(exchange, *arguments)
         return out["squares"], out["stream"]
 
     return jax.grad(objective, argnums=(0, 1), has_aux=True)(weights, x)
@@ -60,17 +62,18 @@ def example(streams: int) -> tuple[jax.Array, jax.Array]:
     return weights, jax.random.normal(keys[1], (streams, 4, 8))
 
 
+@pytest.mark.parametrize("exchange", [False, True])
 @pytest.mark.parametrize("streams", [1, 2, 3])
 @pytest.mark.parametrize("function", [blocks, gradients])
-def test_the_results_are_those_of_each_alone(function: Any, streams: int) -> None:
+def test_the_results_are_those_of_each_alone(function: Any, streams: int, exchange: bool) -> None:
     def stacked(results: list[Any]) -> Any:
         return jax.tree.map(lambda *each: jnp.stack(each)[None], *results)
 
     def turns(weights: jax.Array, xs: jax.Array) -> Any:
-        return stacked(side_by_side(lambda x: function(weights, x), list(xs)))
+        return stacked(side_by_side(lambda x: function(exchange, weights, x), list(xs)))
 
     def alone(weights: jax.Array, xs: jax.Array) -> Any:
-        return stacked([function(weights, x) for x in xs])
+        return stacked([function(False, weights, x) for x in xs])
 
     given = example(streams)
     together = jax.jit(on_two_devices(turns))(*given)
@@ -78,14 +81,16 @@ def test_the_results_are_those_of_each_alone(function: Any, streams: int) -> Non
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), together, expected)
 
 
-def test_blocks_alternate_and_collectives_stand_beside_the_other_microbatch() -> None:
+@pytest.mark.parametrize("exchange", [False, True])
+def test_blocks_alternate_and_collectives_stand_beside_the_other_microbatch(exchange: bool) -> None:
     found: dict[str, list[list[Var]]] = {}
     waits: dict[Var, set[Var]] = {}
 
     def turns(weights: jax.Array, xs: jax.Array) -> Any:
-        traced = jax.make_jaxpr(
-            lambda a, b: side_by_side(lambda x: blocks(weights, x), [a, b]), return_shape=False
-        )(xs[0], xs[1])
+        def forward(x: jax.Array) -> Any:  # as it is where derivatives are asked for
+            return jax.vjp(lambda y: blocks(exchange, weights, y), x)[0]
+
+        traced = jax.make_jaxpr(lambda a, b: side_by_side(forward, [a, b]))(xs[0], xs[1])
         stream: dict[Var, int] = dict(zip(traced.jaxpr.invars, (0, 1), strict=True))
         for equation in traced.jaxpr.eqns:
             name = equation.primitive.name
@@ -96,6 +101,8 @@ def test_blocks_alternate_and_collectives_stand_beside_the_other_microbatch() ->
                 own = [read[i]] if name == "optimization_barrier" else read
                 of = [stream[v] for v in own if v in stream]
                 stream |= {out: of[0]} if of else {}
+            if name == "all_to_all":
+                name = "all_gather" if equation.params["tiled"] else "reduce_scatter"
             if name in ("dot_general", "all_gather", "reduce_scatter"):
                 out = equation.outvars[0]
                 found.setdefault(name, [[], []])[stream[out]].append(out)
