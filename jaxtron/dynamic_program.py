@@ -15,8 +15,9 @@ import numpy as np
 from jaxtron.parallel.context.dynamic import CALL, DynamicContext, ScheduledStep
 from jaxtron.parallel.context.schedule import MenuEntry
 from jaxtron.parallel.state_sharding import with_shardings
-from jaxtron.program import Program, State
+from jaxtron.program import Program
 from jaxtron.room import program_bytes
+from jaxtron.state_plan import State
 from jaxtron.update import apply_gradients
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,6 @@ from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.launch.xla_flags import has_copy_engines, step_options
 from jaxtron.layers.layer_loop import unrolls
-from jaxtron.layers.moe.expert_bias import split_buffers
 from jaxtron.layers.moe.layer import check_experts
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
@@ -37,8 +36,6 @@ from jaxtron.models.ahead import PredictsAhead, ahead_of
 from jaxtron.models.architectures import ARCHITECTURES
 from jaxtron.models.model import Model
 from jaxtron.objective import Objective
-from jaxtron.optim.optimizer import ROWS_APART, make_optimizer, plan_rates
-from jaxtron.optim.streamed import StreamedUpdate
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
@@ -54,20 +51,14 @@ from jaxtron.parallel.pipeline.state_order import StateOrder
 from jaxtron.parallel.pipeline.table import programs
 from jaxtron.parallel.reduction import plan_reduction
 from jaxtron.parallel.region import Region
-from jaxtron.parallel.state_sharding import (
-    moments_on_host,
-    optimizer_state_shardings,
-    with_shardings,
-)
+from jaxtron.parallel.state_sharding import with_shardings
 from jaxtron.precision.dtypes import DTYPES
 from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_layers import has_layer_exceptions
 from jaxtron.precision.fp8_setup import make_fp8_plan
-from jaxtron.precision.loss_scale import loss_scaler
 from jaxtron.room import program_bytes
+from jaxtron.state_plan import State, plan_state
 from jaxtron.update import apply_gradients
-
-State = dict[str, Any]
 
 
 class Program:
@@ -207,51 +198,20 @@ class Program:
             self.batch_layout.num_microbatches,
             self.batch_layout.rows_per_microbatch,
         )
-        plan_length = self.batch_schedule.plan_length(config.train.steps)
-        position = self.batch_schedule.full_batches if ramp else None
-        build_optimizer = functools.partial(
-            make_optimizer, config.optimizer, total_steps=plan_length, position=position
-        )
-        logical = split_buffers(self.model.logical)[0]
-        self.optimizer = build_optimizer(logical_axes=logical)
-        self.rates = plan_rates(config.optimizer, total_steps=plan_length, position=position)
         self.specs = jax.tree.map(lambda lay: lay.stored_spec, self.layouts, is_leaf=is_layout)
-        param_shardings = jax.tree.map(
-            lambda lay: NamedSharding(self.mesh, lay.stored_spec), self.layouts, is_leaf=is_layout
-        )
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
-        trained = split_buffers(shapes)[0]
-        abstract_opt = jax.eval_shape(self.optimizer.init, trained)
-        opt_shardings = optimizer_state_shardings(
-            abstract_opt, trained, split_buffers(param_shardings)[0]
+        self.state_plan = plan_state(
+            config,
+            self.mesh,
+            layouts=self.layouts,
+            shapes=shapes,
+            logical=self.model.logical,
+            delayed=None if self.plan.fp8 is None else self.plan.fp8.delayed,
         )
-        self.state_shardings: State = {
-            "params": param_shardings,
-            "opt_state": opt_shardings,
-            "step": self.replicated,
-            "updates": self.replicated,
-        }
-        self.streamed_update: StreamedUpdate | None = None
-        if config.optimizer.offload:
-            self.state_shardings["opt_state"] = moments_on_host(abstract_opt, opt_shardings)
-            self.streamed_update = StreamedUpdate(
-                lambda axes: build_optimizer(logical_axes=axes),
-                logical_axes=logical,
-                shapes=trained,
-                state=abstract_opt,
-                device=opt_shardings,
-                host=self.state_shardings["opt_state"],
-                rows_apart=config.optimizer.name in ROWS_APART,
-            )
-        self.scaler = loss_scaler(precision)
-        if self.scaler is not None:
-            self.state_shardings["loss_scale"] = jax.tree.map(
-                lambda _: self.replicated, self.scaler.init()
-            )
-        self.delayed = None if self.plan.fp8 is None else self.plan.fp8.delayed
-        if self.delayed is not None:
-            by_stage = NamedSharding(self.mesh, PartitionSpec("pipeline"))
-            self.state_shardings["fp8"] = jax.tree.map(lambda _: by_stage, self.delayed.init())
+        self.optimizer, self.rates = self.state_plan.optimizer, self.state_plan.rates
+        self.scaler, self.delayed = self.state_plan.scaler, self.state_plan.delayed
+        self.state_shardings = self.state_plan.shardings
+        self.streamed_update = self.state_plan.streamed_update
         self._order = StateOrder(self.order, self.mesh, self.state_shardings)
         self.train_step = jax.jit(
             self._train_step,
@@ -319,14 +279,7 @@ class Program:
 
     def _init_state(self, seed: jax.Array | int) -> State:
         params = self.place_params(self.model.init(jax.random.key(seed)))
-        zero = jnp.zeros((), jnp.int32)
-        state = {
-            "params": params,
-            "opt_state": self.optimizer.init(split_buffers(params)[0]),
-            "step": zero,
-            "updates": zero,
-        }
-        return state | self.init_scales()
+        return self.state_plan.initial(params) | self.init_scales()
 
     def init_scales(self) -> State:
         """The entries of an initial state that its precision asks for (traceable)."""

@@ -13,7 +13,8 @@ from jaxtron.config.dump import to_dict
 from jaxtron.config.reads import is_read, value_of
 from jaxtron.errors import CheckpointError
 from jaxtron.layers.moe.expert_bias import split_buffers
-from jaxtron.program import Program, State
+from jaxtron.program import Program
+from jaxtron.state_plan import State
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from jaxtron.observe.logger import RunLogger
 from jaxtron.observe.profiler import StepProfiler
 from jaxtron.observe.throughput import Throughput
 from jaxtron.parallel.context.dynamic import dynamic_context
-from jaxtron.program import Program, State
+from jaxtron.program import Program
 from jaxtron.resilience.exits import Exits, Stopped
 from jaxtron.resilience.watchdog import Watchdog
 from jaxtron.resume import (
@@ -36,6 +36,7 @@ from jaxtron.resume import (
     with_scales,
 )
 from jaxtron.room import check_state, check_step
+from jaxtron.state_plan import State
 from jaxtron.upcycle import abstract_dense, dense_config, upcycled
 
 log = logging.getLogger(__name__)

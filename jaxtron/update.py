@@ -16,7 +16,8 @@ from jaxtron.layers.moe.step import (
 from jaxtron.optim.clip import clip_by_global_norm
 
 if TYPE_CHECKING:
-    from jaxtron.program import Program, State
+    from jaxtron.program import Program
+    from jaxtron.state_plan import State
 
 
 @jax.named_scope("optimizer")
