@@ -96,8 +96,8 @@ def exchanges_in_process(mesh: Mesh, *, stream: bool, gradients: bool, ragged: b
 
     XLA's devices of a process then wait for each other's streams, those of other groups too. Where
     a process has several groups, one may be behind by an iteration of a loop and wait for what
-    another sends only after it, so there must be a single one. Branches of a pipeline and the rings
-    and subgroups of ``context`` are left to NCCL.
+    another sends only after it, so there must be a single one. Branches of a pipeline and subgroups
+    of ``context`` are left to NCCL.
 
     Args:
         mesh: of the job.
