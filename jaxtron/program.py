@@ -9,6 +9,7 @@ This is the public way to train without the Trainer (``scripts/custom_loop.py``)
 
 import copy
 import functools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,9 +27,10 @@ from jaxtron.errors import ConfigError
 from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
-from jaxtron.launch.xla_flags import has_copy_engines, step_options
+from jaxtron.launch.xla_flags import has_copy_engines, step_options, words
 from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.layer import check_experts
+from jaxtron.log_once import log_once
 from jaxtron.mesh.axes import AXES, resolve_axes
 from jaxtron.mesh.mesh import make_mesh
 from jaxtron.mesh.rules import make_rules
@@ -59,6 +61,8 @@ from jaxtron.precision.fp8_setup import make_fp8_plan
 from jaxtron.room import program_bytes
 from jaxtron.state_plan import State, plan_state
 from jaxtron.update import apply_gradients
+
+logger = logging.getLogger(__name__)
 
 
 class Program:
@@ -159,6 +163,8 @@ class Program:
                 ragged=config.model.moe_token_dispatcher_type == "ragged",
             ),
         )
+        if self.compiler_options:
+            log_once(logger, f"the step is compiled with {' '.join(words(self.compiler_options))}")
         self.plan = GradientPlan(
             layouts=self.layouts,
             region=self.region,

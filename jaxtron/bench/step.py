@@ -19,6 +19,7 @@ from jaxtron.bench.scopes import save_step_text
 from jaxtron.config.config import Config
 from jaxtron.data.packing import packed_row
 from jaxtron.dynamic_program import DynamicProgram
+from jaxtron.launch.xla_flags import words
 from jaxtron.observe.flops import mean_causal_keys
 from jaxtron.observe.hardware import memory_figures, peak_fp8_tflops, peak_tflops
 from jaxtron.observe.kernels import kernels_of
@@ -281,9 +282,7 @@ def time_step(
         kernels=kernels_of(program),
         device=f"{len(devices)} x {kind}" + ("" if peak_tflops(kind) else " (peak unknown)"),
         versions=versions(devices[0].platform),
-        xla_flags=" ".join(
-            [xla_flags, *(f"--{n}={v}" for n, v in program.compiler_options.items())]
-        ).strip(),
+        xla_flags=" ".join([xla_flags, *words(program.compiler_options)]).strip(),
     )
 
 

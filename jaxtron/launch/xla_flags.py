@@ -183,7 +183,12 @@ def combine(
         ours.pop(name, None)
         if value is not None:
             ours[name] = _text(value)
-    return " ".join([*kept, *(f"--{name}={value}" for name, value in ours.items())]), ours
+    return " ".join([*kept, *words(ours)]), ours
+
+
+def words(flags: Mapping[str, FlagValue]) -> list[str]:
+    """Flags as ``XLA_FLAGS`` has them."""
+    return [f"--{name}={_text(value)}" for name, value in flags.items()]
 
 
 def check_known(names: Iterable[str]) -> None:

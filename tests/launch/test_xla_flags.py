@@ -13,6 +13,7 @@ from jaxtron.launch.xla_flags import (
     step_options,
     table_rows,
     with_determinism,
+    words,
 )
 
 TRITON = "xla_gpu_enable_triton_gemm"
@@ -44,6 +45,7 @@ def test_a_step_has_options_by_its_kind_unless_the_flags_name_them():
 
 def test_options_of_a_step_are_such_as_jax_takes():
     options = step_options("9.0", "0.11.2", "", branching=True, exchange=True)
+    assert f"--{COPIES}=true" in words(options)
     step = jax.jit(lambda x: x + 1, compiler_options=options)
     assert step(jnp.ones(2)).tolist() == [2, 2]
 
