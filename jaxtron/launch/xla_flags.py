@@ -146,6 +146,8 @@ def has_copy_engines(compute_capability: str | None, jax_version: str, environme
         jax_version: as JAX tells it.
         environment: value of ``XLA_FLAGS``, which counts before the table.
     """
+    if compute_capability is None:
+        return False
     given = [word.partition("=")[2] for word in environment.split() if _word_name(word) == COPIES]
     if given:
         return given[-1].lower() in ("", "true", "1")

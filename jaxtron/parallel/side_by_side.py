@@ -21,15 +21,15 @@ Values = dict[Var | Literal, Any]
 def side_by_side(function: Callable[[Any], Any], inputs: Sequence[Any]) -> list[Any]:
     """``[function(x) for x in inputs]``, with the operations of all in turns.
 
-    A turn ends before a reduce-scatter over ``tensor``: of a block's result, or backward of the
-    gradient of its input. A barrier holds that collective back until the next turn's input is
-    gathered, and the next turn's products until this turn's have ended::
+    A turn ends before a reduce-scatter over ``tensor``, or its exchange: of a block's result,
+    or backward of the gradient of its input. A barrier holds that collective back until the next
+    turn's input is gathered, and the next turn's products until this turn's have ended::
 
         products       A0 | A1 | M0 | M1 | ...      attention and MLP of microbatches 0 and 1
         collectives       | M0 | M1 | A0 | ...      between the blocks, up to this one
 
-    Collectives inside of other operations (a scan, a recomputed layer) are not seen: their order is
-    XLA's. The results are the same in any case.
+    Collectives and products inside of other operations (a scan, a recomputed layer, the gated MLP's
+    kernel) are not seen: their order is XLA's. The results are the same in any case.
 
     Args:
         function: of a tree; pure.
