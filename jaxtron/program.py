@@ -27,7 +27,13 @@ from jaxtron.errors import ConfigError
 from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
-from jaxtron.launch.xla_flags import has_copy_engines, step_options, words
+from jaxtron.launch.xla_flags import (
+    StepKind,
+    compiler_options,
+    copies_permutations,
+    step_flags,
+    words,
+)
 from jaxtron.layers.layer_loop import unrolls
 from jaxtron.layers.moe.layer import check_experts
 from jaxtron.log_once import log_once
@@ -41,7 +47,7 @@ from jaxtron.objective import Objective
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
-from jaxtron.parallel.exchange import exchanges_in_process, exchanges_stream
+from jaxtron.parallel.exchange import exchanges_in_process
 from jaxtron.parallel.microbatches import GradientPlan, Sequential
 from jaxtron.parallel.overlap import plan_overlap
 from jaxtron.parallel.param_layout import is_layout, param_layouts
@@ -54,6 +60,7 @@ from jaxtron.parallel.pipeline.table import programs
 from jaxtron.parallel.reduction import plan_reduction
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import with_shardings
+from jaxtron.parallel.tensor_parts import works_on_parts
 from jaxtron.precision.dtypes import DTYPES
 from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_layers import has_layer_exceptions
@@ -124,13 +131,14 @@ class Program:
             jax.__version__,
             os.environ.get("XLA_FLAGS", ""),
         )
-        exchanges = exchanges_stream(
+        in_parts = works_on_parts(
             parallel,
             self.mesh,
             sequence_parallel=sequence_parallel,
-            copies=has_copy_engines(*compiler),
+            fp8=precision.fp8 is not None,
+            copies=copies_permutations(*compiler),
         )
-        self.region = Region(self.sizes, sequence_parallel, exchanges)
+        self.region = Region(self.sizes, sequence_parallel, in_parts)
         placement = place_layers(
             config.model.stacked_blocks,
             self.sizes["pipeline"],
@@ -153,18 +161,18 @@ class Program:
             self.rules.axes("zero"),
             microbatches=self.batch_layout.num_microbatches if not ramp else None,
         )
-        self.compiler_options = step_options(
-            *compiler,
-            branching=self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
-            exchange=exchanges_in_process(
+        kinds: dict[StepKind, bool] = {
+            "branching": self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
+            "exchange": exchanges_in_process(
                 self.mesh,
-                stream=exchanges,
                 gradients=reduction.exchange,
                 ragged=config.model.moe_token_dispatcher_type == "ragged",
             ),
-        )
-        if self.compiler_options:
-            log_once(logger, f"the step is compiled with {' '.join(words(self.compiler_options))}")
+            "parts": in_parts,
+        }
+        self.step_flags = step_flags(*compiler, [kind for kind in kinds if kinds[kind]])
+        if self.step_flags:
+            log_once(logger, f"the step is compiled with {' '.join(words(self.step_flags))}")
         self.plan = GradientPlan(
             layouts=self.layouts,
             region=self.region,
@@ -223,7 +231,7 @@ class Program:
             self._train_step,
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
-            compiler_options=self.compiler_options,
+            compiler_options=compiler_options(self.step_flags),
         )
         self.eval_step = jax.jit(functools.partial(eval_step, self), out_shardings=self.replicated)
         self.next_token_logits = jax.jit(

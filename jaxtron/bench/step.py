@@ -282,7 +282,7 @@ def time_step(
         kernels=kernels_of(program),
         device=f"{len(devices)} x {kind}" + ("" if peak_tflops(kind) else " (peak unknown)"),
         versions=versions(devices[0].platform),
-        xla_flags=" ".join([xla_flags, *words(program.compiler_options)]).strip(),
+        xla_flags=" ".join([xla_flags, *words(program.step_flags)]).strip(),
     )
 
 

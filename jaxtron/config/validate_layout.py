@@ -70,13 +70,26 @@ def _sequence_parallel_has_tensor(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
-def _tensor_parts_are_exchanged(config: Config, axes: Axes) -> Iterator[str]:
+def _blocks_can_work_on_parts(config: Config, axes: Axes) -> Iterator[str]:
     parallel = config.parallel
-    if parallel.tp_comm_overlap and (axes["tensor"] == 1 or parallel.sequence_parallel is False):
+    if not parallel.tp_comm_overlap:
+        return
+    fix = "set parallel.tp_comm_overlap to null or false"
+    if axes["tensor"] == 1 or parallel.sequence_parallel is False:
         yield (
             "parallel.tp_comm_overlap is true, but without sequence parallelism the residual "
-            "stream is not split: set it to null, or parallel.tensor above 1 with "
+            f"stream is not split: {fix}, or parallel.tensor above 1 with "
             "parallel.sequence_parallel null or true"
+        )
+    if axes["pipeline"] > 1:
+        yield (
+            "parallel.tp_comm_overlap is true, but the stages of parallel.pipeline "
+            f"{axes['pipeline']} compute in branches, in which permutations hang: {fix}"
+        )
+    if config.precision.fp8 is not None:
+        yield (
+            f"parallel.tp_comm_overlap is true, but the scales of precision.fp8 "
+            f"{config.precision.fp8} are those of whole sequences, not of a part: {fix}"
         )
 
 
@@ -314,7 +327,7 @@ AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _tensor_divides_ffn,
     _vocabulary_splits,
     _sequence_parallel_has_tensor,
-    _tensor_parts_are_exchanged,
+    _blocks_can_work_on_parts,
     _sequence_splits,
     _context_strategy_fits,
     _documents_can_be_cut,

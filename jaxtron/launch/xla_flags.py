@@ -6,7 +6,7 @@ A row stands here only while a measurement says that it helps; without one XLA's
 import difflib
 import mmap
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,9 +28,8 @@ class FlagRow:
         name: flag without dashes.
         value: as XLA reads it.
         measured: what was seen.
-        steps: the training steps that it is for, given as one is compiled: those of a pipeline
-            whose stages take branches (several chunks, uneven stages), or those that exchange
-            parts within a process (``parallel/exchange.py``). None: for the whole process.
+        steps: the training steps that it is for, given as one is compiled; None: for the whole
+            process.
     """
 
     compute_capability: str
@@ -38,10 +37,16 @@ class FlagRow:
     name: str
     value: str
     measured: str
-    steps: Literal["branching", "exchange"] | None = None
+    steps: "StepKind | None" = None
 
+
+StepKind = Literal["branching", "exchange", "parts"]
+"""Training steps of a pipeline whose stages take branches (several chunks, uneven stages); those
+that exchange parts within a process (``parallel/exchange.py``); those whose tensor-parallel blocks
+work on parts as they arrive (``parallel/tensor_parts.py``)."""
 
 COPIES = "xla_gpu_use_memcpy_local_p2p"
+PERMUTATIONS = "xla_gpu_collective_permute_mode"
 
 TABLE: tuple[FlagRow, ...] = (
     FlagRow(
@@ -78,6 +83,15 @@ TABLE: tuple[FlagRow, ...] = (
         "-> 349 ms; 4 Mixtral layers, expert 2 by alltoall 694 -> 683 ms",
         steps="exchange",
     ),
+    FlagRow(
+        compute_capability="9.0",
+        jax="0.11",
+        name=PERMUTATIONS,
+        value="peer",
+        measured="8 Llama-3-8B layers, bf16, tensor 2 in parts, two H200, JAX 0.11.2: 727.8 -> "
+        "692.7 ms",
+        steps="parts",
+    ),
 )
 
 
@@ -111,35 +125,37 @@ def table_rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRo
     return tuple(row for row in _rows(compute_capability, jax_version) if row.steps is None)
 
 
-def step_options(
+def step_flags(
     compute_capability: str | None,
     jax_version: str,
     environment: str,
-    *,
-    branching: bool,
-    exchange: bool,
-) -> dict[str, str | bool]:
-    """Options to compile a training step with, besides the flags of the process.
+    kinds: Collection[StepKind],
+) -> dict[str, str]:
+    """Flags to compile a training step with, besides those of the process.
 
     Args:
         compute_capability: of the GPU, None for a CPU.
         jax_version: as JAX tells it.
         environment: value of ``XLA_FLAGS``; what stands there (``runtime.xla_flags`` does)
             counts before the table.
-        branching: whether stages of a pipeline take branches in the step.
-        exchange: whether parts are exchanged within a process.
+        kinds: what the step is.
     """
     chosen = {_word_name(word) for word in environment.split()}
-    holds = {"branching": branching, "exchange": exchange}
     return {
-        row.name: {"true": True, "false": False}.get(row.value, row.value)  # strings are refused
+        row.name: row.value
         for row in _rows(compute_capability, jax_version)
-        if row.steps is not None and holds[row.steps] and row.name not in chosen
+        if row.steps in kinds and row.name not in chosen
     }
 
 
-def has_copy_engines(compute_capability: str | None, jax_version: str, environment: str) -> bool:
-    """Whether what a step exchanges within a process is copied, not sent by NCCL.
+def compiler_options(flags: Mapping[str, str]) -> dict[str, str | bool]:
+    """Flags as ``jax.jit`` takes them: what XLA reads in ``XLA_FLAGS`` it may refuse there."""
+    forms = {"true": True, "false": False, "peer": "COLLECTIVES_PEER_MEMORY"}
+    return {name: forms.get(value, value) for name, value in flags.items()}
+
+
+def copies_permutations(compute_capability: str | None, jax_version: str, environment: str) -> bool:
+    """Whether copy engines do a step's permutations within a process, not NCCL.
 
     Args:
         compute_capability: of the GPU, None for a CPU.
@@ -148,10 +164,10 @@ def has_copy_engines(compute_capability: str | None, jax_version: str, environme
     """
     if compute_capability is None:
         return False
-    given = [word.partition("=")[2] for word in environment.split() if _word_name(word) == COPIES]
-    if given:
-        return given[-1].lower() in ("", "true", "1")
-    return any(row.name == COPIES for row in _rows(compute_capability, jax_version))
+    values = [row.value for row in _rows(compute_capability, jax_version) if row.name == PERMUTATIONS]
+    words_given = [word for word in environment.split() if _word_name(word) == PERMUTATIONS]
+    values += [word.partition("=")[2] for word in words_given]
+    return bool(values) and values[-1].lower() == "peer"
 
 
 def _rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:

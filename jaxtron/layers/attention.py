@@ -61,7 +61,6 @@ class Attention(nnx.Module):
         ``layer`` is the layer's number in the whole model.
         """
         region, groups = inputs.region, self.config.query_groups
-        x = region.gather_parts(x)
         query_w = self.query.get_value()
         heads = query_w.shape[1]
         split = heads < self.config.num_attention_heads
@@ -69,8 +68,11 @@ class Attention(nnx.Module):
         def own_groups(w: jax.Array, axis: int) -> jax.Array:
             return region.own_groups(w, groups, axis) if split else w
 
-        q, key_value = linear(x, [query_w, self.key_value.get_value()], own=[None, (own_groups, 1)])
-        q, key_value = region.join(q), region.join(key_value)
+        weights = [query_w, self.key_value.get_value()]
+        made = [
+            linear(part, weights, own=[None, (own_groups, 1)]) for part in region.gather_parts(x)
+        ]
+        q, key_value = (region.join(parts) for parts in zip(*made, strict=True))
         k, v = (t.squeeze(2) for t in lax.split(key_value, (1, 1), axis=2))
         if self.config.add_bias_linear or self.config.add_qkv_bias:
             bias = own_groups(self.key_value_bias[...], axis=1).astype(x.dtype)
@@ -86,8 +88,9 @@ class Attention(nnx.Module):
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
         with jax.named_scope("core"):
             core = inputs.attend(q, k, v, drop)
-        (y,) = linear(region.cut(core), [self.output.get_value()], inputs=2)
-        y = region.reduce_parts(y, partial=split)
+        output = [self.output.get_value()]
+        ys = [linear(part, output, inputs=2)[0] for part in region.cut(core)]
+        y = region.reduce_parts(ys, partial=split)
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)
         return y

@@ -54,17 +54,8 @@ class LatentAttention(nnx.Module):
         config, region = self.config, inputs.region
         content, position = config.qk_head_dim, config.qk_pos_emb_head_dim
         assert inputs.rotary is not None
-        x = region.gather_parts(x)
-        latent_q = x
-        if config.q_lora_rank is not None:
-            (latent_q,) = linear(x, [self.query_down.get_value()])
-            latent_q = self.query_norm(checkpoint_name(latent_q, "qkv"))
-        (q,) = linear(latent_q, [self.query.get_value()])
-        q = region.join(q)
-        (down,) = linear(x, [self.key_value_down.get_value()])
-        latent, shared = jnp.split(checkpoint_name(down, "qkv"), [config.kv_lora_rank], axis=-1)
-        (key_value,) = linear(self.key_value_norm(latent), [self.key_value.get_value()])
-        key_value, shared = region.join(key_value), region.join(shared)
+        made = [self._project(part) for part in region.gather_parts(x)]
+        q, key_value, shared = (region.join(parts) for parts in zip(*made, strict=True))
         k, v = jnp.split(key_value, [content], axis=-1)
         heads = q.shape[2]
         # the rotated channels first, as apply_rotary expects
@@ -81,5 +72,21 @@ class LatentAttention(nnx.Module):
         drop = inputs.randomness.attention(heads, layer) if inputs.randomness else None
         with jax.named_scope("core"):
             core = inputs.attend(q, k, v, drop)[..., : config.v_head_dim]
-        (y,) = linear(region.cut(core), [self.output.get_value()], inputs=2)
-        return region.reduce_parts(y, partial=heads < config.num_attention_heads)
+        output = [self.output.get_value()]
+        ys = [linear(part, output, inputs=2)[0] for part in region.cut(core)]
+        return region.reduce_parts(ys, partial=heads < config.num_attention_heads)
+
+    def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, and the channels with position of the keys, of ``x [..., h]``.
+
+        ``[..., heads, content + position]``, ``[..., heads, content + value]``, ``[..., position]``.
+        """
+        config, latent_q = self.config, x
+        if config.q_lora_rank is not None:
+            (latent_q,) = linear(x, [self.query_down.get_value()])
+            latent_q = self.query_norm(checkpoint_name(latent_q, "qkv"))
+        (q,) = linear(latent_q, [self.query.get_value()])
+        (down,) = linear(x, [self.key_value_down.get_value()])
+        latent, shared = jnp.split(checkpoint_name(down, "qkv"), [config.kv_lora_rank], axis=-1)
+        (key_value,) = linear(self.key_value_norm(latent), [self.key_value.get_value()])
+        return q, key_value, shared

@@ -48,24 +48,27 @@ class MLP(nnx.Module):
     @jax.named_scope("mlp")
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
-        x = inputs.region.gather_parts(x)
-        up, down = self.up.get_value(), self.down.get_value()
-        plain = self.config.gated and not self.config.add_bias_linear
-        fused = self._fused(x, up, down, inputs)
-        if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
-            y = fp8_gated_mlp(x, up, down, self.config.activation, "mlp_up")
-        elif fused:
-            y = gated_mlp(x, up, down)
-        else:
-            (u,) = linear(x, [up])
-            if self.config.add_bias_linear:
-                u = u + self.up_bias[...].astype(u.dtype)
-            u = checkpoint_name(u, "mlp_up")
-            u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
-            (y,) = linear(u, [down])
-        y = inputs.region.reduce_parts(y, partial=down.shape[0] < self.ffn_hidden_size)
+        region = inputs.region
+        ys = [self._block(part, inputs) for part in region.gather_parts(x)]
+        y = region.reduce_parts(ys, partial=self.down.shape[0] < self.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
+        return y
+
+    def _block(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
+        """What this device's weights make of tokens ``x [..., h]``, still to be summed."""
+        up, down = self.up.get_value(), self.down.get_value()
+        plain = self.config.gated and not self.config.add_bias_linear
+        if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
+            return fp8_gated_mlp(x, up, down, self.config.activation, "mlp_up")
+        if self._fused(x, up, down, inputs):
+            return gated_mlp(x, up, down)
+        (u,) = linear(x, [up])
+        if self.config.add_bias_linear:
+            u = u + self.up_bias[...].astype(u.dtype)
+        u = checkpoint_name(u, "mlp_up")
+        u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
+        (y,) = linear(u, [down])
         return y
 
     def _fused(self, x: jax.Array, up: Weight, down: Weight, inputs: LayerInputs) -> bool:

@@ -47,9 +47,9 @@ class ParallelConfig:
     )
     tp_comm_overlap: bool | None = key(
         None,
-        "With sequence parallelism, gather and sum the residual stream by exchanging parts, which "
-        "copy engines do beside matrix products where a process has one tensor group and nothing "
-        "else; null: there, on GPUs and without a pipeline.",
+        "With sequence parallelism, let tensor-parallel blocks work on parts of the sequence as "
+        "they arrive from the other devices, and send results while the next is computed; null: "
+        "where copy engines can send (one process with all GPUs), not in FP8 or a pipeline.",
     )
     context_strategy: ContextStrategy = key(
         "all_gather",

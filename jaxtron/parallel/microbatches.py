@@ -31,7 +31,6 @@ from jaxtron.parallel.overlap import NO_OVERLAP, Overlap
 from jaxtron.parallel.param_layout import ParamLayout, is_layout
 from jaxtron.parallel.reduction import Reduction
 from jaxtron.parallel.region import Region
-from jaxtron.parallel.side_by_side import side_by_side
 from jaxtron.precision.fp8_delayed import Scales
 from jaxtron.precision.fp8_plan import Fp8Plan
 from jaxtron.precision.fp8_weight import is_fp8, map_gradients, weight_gradients
@@ -221,8 +220,7 @@ class Sequential:
 
     Attributes:
         plan: of the gradients.
-        at_once: microbatches in one turn of the loop, computed side by side (``side_by_side.py``);
-            their gradients are added one by one, in the same order as without.
+        at_once: microbatches in one turn of the loop, computed side by side; their gradients are added one by one, in the same order as without.
         overlap: which microbatches stand outside of the loop.
     """
 
@@ -288,7 +286,7 @@ class Sequential:
                 each = _split(several)
                 if computation.looks_back or len(each) == 1:
                     return functools.reduce(body, each, total)
-                return functools.reduce(accumulate, side_by_side(one, each), total)
+                return functools.reduce(accumulate, map(one, each), total)
 
             if count is None:
                 grads, reports = self._loop(turn, start, microbatches)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtron.parallel.exchange import gather_tensor, scatter_tensor
+from jaxtron.parallel import tensor_parts
 
 VOCAB_AXES = ("pipeline", "tensor")
 """Mesh axes that share the work of embedding and output layer, slowest first."""
@@ -32,12 +32,12 @@ class Region:
     Attributes:
         sizes: of every mesh axis.
         sequence_parallel: whether the residual stream is split over ``tensor``.
-        exchange: whether it is gathered and summed by exchanges (``exchange.py``).
+        in_parts: whether blocks work on its parts as they arrive (``tensor_parts.py``).
     """
 
     sizes: Mapping[str, int]
     sequence_parallel: bool
-    exchange: bool = False
+    in_parts: bool = False
 
     @property
     def tensor(self) -> int:
@@ -75,46 +75,55 @@ class Region:
         live = self.live(axes)
         return lax.pmax(lax.stop_gradient(x), live) if live else lax.stop_gradient(x)
 
-    def gather_parts(self, x: jax.Array) -> jax.Array:
-        """Enter a tensor-parallel block: ``[b, s/tensor, ...] -> [tensor, b, s/tensor, ...]``.
+    def gather_parts(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Enter a tensor-parallel block: what it multiplies, as it arrives.
 
-        The first dimension counts the parts of the sequence, as they arrive: nothing is moved to
-        join them, and what treats tokens alike can go on from here. :meth:`join` makes sequences of
-        them. Without sequence parallelism the stream is whole already, ``[b, s, ...]``, and stays.
-        The name keeps the result from being gathered again where a backward pass repeats data
-        movement (``layers/remat.py``).
+        Of ``x [b, s/tensor, ...]`` either one array ``[tensor, b, s/tensor, ...]``, whose first
+        dimension counts the parts of the sequence, or with :attr:`in_parts` as many arrays ``[b,
+        s/tensor, ...]``. Nothing is moved to join them, and what treats tokens alike can go on with
+        each; :meth:`join` makes sequences of them. Without sequence parallelism the stream is whole
+        already, one array ``[b, s, ...]``. The name keeps a part from being sent again where a
+        backward pass repeats data movement (``layers/remat.py``).
         """
         if not self.sequence_parallel:
-            return x
-        parts = gather_tensor(x) if self.exchange else lax.all_gather(x, "tensor")
-        return checkpoint_name(parts, "gathered_sequence")
+            return (x,)
+        parts = tensor_parts.receive(x) if self.in_parts else (lax.all_gather(x, "tensor"),)
+        return tuple(checkpoint_name(part, "gathered_sequence") for part in parts)
 
-    def join(self, x: jax.Array) -> jax.Array:
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Whole sequences ``[b, s, ...]`` of the parts that :meth:`gather_parts` makes."""
+        if self.in_parts:
+            return tensor_parts.join(tuple(parts))
+        (x,) = parts
         if not self.sequence_parallel:
             return x
-        parts, rows, length, *rest = x.shape
-        return x.swapaxes(0, 1).reshape(rows, parts * length, *rest)
+        count, rows, length, *rest = x.shape
+        return x.swapaxes(0, 1).reshape(rows, count * length, *rest)
 
-    def cut(self, x: jax.Array) -> jax.Array:
+    def cut(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """The inverse of :meth:`join`."""
+        if self.in_parts:
+            return tensor_parts.cut(x)
         if not self.sequence_parallel:
-            return x
+            return (x,)
         rows, length, *rest = x.shape
-        return x.reshape(rows, self.tensor, length // self.tensor, *rest).swapaxes(0, 1)
+        return (x.reshape(rows, self.tensor, length // self.tensor, *rest).swapaxes(0, 1),)
 
-    def reduce_parts(self, x: jax.Array, partial: bool = True) -> jax.Array:
+    def reduce_parts(self, parts: Sequence[jax.Array], partial: bool = True) -> jax.Array:
         """Leave a tensor-parallel block: sum over ``tensor`` what :meth:`gather_parts` entered.
 
         The result is the residual stream's form: ``[b, s/tensor, ...]`` with sequence parallelism,
         ``[b, s, ...]`` without. ``partial`` is False for a block whose weights every member holds
         whole (``parallel.rules``): each has the complete sum, and nothing is added.
         """
+        if self.in_parts:
+            return tensor_parts.deliver(tuple(parts)) if partial else parts[0]
+        (x,) = parts
         if not self.sequence_parallel:
             return lax.psum(x, "tensor") if partial and self.tensor > 1 else x
         if not partial:
             return lax.dynamic_index_in_dim(x, lax.axis_index("tensor"), 0, keepdims=False)
-        return scatter_tensor(x) if self.exchange else lax.psum_scatter(x, "tensor")
+        return lax.psum_scatter(x, "tensor")
 
     def gather_sequence(self, x: jax.Array) -> jax.Array:
         """Whole sequences of the residual stream: ``[b, s/tensor, ...] -> [b, s, ...]``."""
