@@ -161,6 +161,7 @@ class Program:
             self.rules.axes("zero"),
             microbatches=self.batch_layout.num_microbatches if not ramp else None,
         )
+        rings = parallel.context_strategy == "ring" and self.sizes["context"] > 1
         kinds: dict[StepKind, bool] = {
             "branching": self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
             "exchange": exchanges_in_process(
@@ -168,7 +169,7 @@ class Program:
                 gradients=reduction.exchange,
                 ragged=config.model.moe_token_dispatcher_type == "ragged",
             ),
-            "parts": in_parts,
+            "permutations": in_parts or rings,
         }
         self.step_flags = step_flags(*compiler, [kind for kind in kinds if kinds[kind]])
         if self.step_flags:

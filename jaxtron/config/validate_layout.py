@@ -11,6 +11,7 @@ from jaxtron.errors import ConfigError
 from jaxtron.mesh.rules import make_rules
 from jaxtron.parallel.pipeline.layout import place_layers
 from jaxtron.parallel.pipeline.registry import find_schedule
+from jaxtron.parallel.pipeline.table import programs
 
 Axes = Mapping[str, int]
 
@@ -81,16 +82,32 @@ def _blocks_can_work_on_parts(config: Config, axes: Axes) -> Iterator[str]:
             f"stream is not split: {fix}, or parallel.tensor above 1 with "
             "parallel.sequence_parallel null or true"
         )
-    if axes["pipeline"] > 1:
+    if _stages_branch(config, axes):
         yield (
-            "parallel.tp_comm_overlap is true, but the stages of parallel.pipeline "
-            f"{axes['pipeline']} compute in branches, in which permutations hang: {fix}"
+            "parallel.tp_comm_overlap is true, but with several chunks of layers a stage, or uneven "
+            f"stages, the {axes['pipeline']} stages of parallel.pipeline branch, and permutations "
+            f"in branches wait for ever on GPUs: {fix}"
         )
     if config.precision.fp8 is not None:
         yield (
             f"parallel.tp_comm_overlap is true, but the scales of precision.fp8 "
             f"{config.precision.fp8} are those of whole sequences, not of a part: {fix}"
         )
+
+
+def _stages_branch(config: Config, axes: Axes) -> bool:
+    """Whether stages compute different stretches of their layers at a time."""
+    parallel, model = config.parallel, config.model
+    try:
+        placement = place_layers(
+            model.stacked_blocks,
+            axes["pipeline"],
+            parallel.virtual_pipeline,
+            parallel.pipeline_layout,
+        )
+    except ConfigError:
+        return False  # reported with the layers
+    return len(programs(placement).stretches) > 1
 
 
 def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:

@@ -77,9 +77,10 @@ class LatentAttention(nnx.Module):
         return region.reduce_parts(ys, partial=heads < config.num_attention_heads)
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, and the channels with position of the keys, of ``x [..., h]``.
+        """Queries, keys with values, and the keys' channels with position, of ``x [..., h]``.
 
-        ``[..., heads, content + position]``, ``[..., heads, content + value]``, ``[..., position]``.
+        ``[..., heads, content + position]``, ``[..., heads, content + value]`` and ``[...,
+        position]``.
         """
         config, latent_q = self.config, x
         if config.q_lora_rank is not None:

@@ -220,7 +220,8 @@ class Sequential:
 
     Attributes:
         plan: of the gradients.
-        at_once: microbatches in one turn of the loop, computed side by side; their gradients are added one by one, in the same order as without.
+        at_once: microbatches in one turn of the loop, none of which waits for another; their
+            gradients are added one by one, in the same order as without.
         overlap: which microbatches stand outside of the loop.
     """
 

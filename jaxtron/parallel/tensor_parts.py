@@ -1,11 +1,12 @@
 """Tensor-parallel blocks that work on parts of the sequence as they arrive.
 
 With sequence parallelism each member of ``tensor`` has a part of the residual stream. An all-gather
-before a block and a reduce-scatter after it leave the block with nothing to multiply meanwhile. Here
-every member sends its part to each of the others, begins with its own, and sends the result for
-another's part back while it computes the next (Wang et al. 2023, doi:10.1145/3567955.3567959;
-Megatron-LM's ``--tp-comm-overlap``). What is sent are permutations over ``tensor``, which GPUs' copy
-engines can do within a process; NCCL's kernels need multiprocessors, and matrix products hold all.
+before a block and a reduce-scatter behind it leave the block with nothing to multiply meanwhile.
+Here every member sends its part to each of the others and begins with its own; what it has computed
+for another's part it sends back while it computes the next (Wang et al. 2023,
+doi:10.1145/3567955.3567959; Megatron-LM's ``--tp-comm-overlap``). These are permutations over
+``tensor``, which within a process GPUs' copy engines can do. NCCL's kernels need multiprocessors,
+and matrix products hold all of them.
 
 Of parts in their *order of arrival* the first is this member's own, the next that of the member
 behind it, and so on around ``tensor``.

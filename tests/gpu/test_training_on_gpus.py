@@ -96,7 +96,8 @@ def test_one_gpu_in_bf16_follows_the_cpu_in_fp32(config_file: Path, on_cpu: list
         # the one microbatch's gradients are exchanged in bf16, those of several are fp32 sums
         (2, "parallel.fsdp=2 train.num_microbatches=1"),
         (2, "parallel.fsdp=2 parallel.data_sharding=optim_grads_params"),
-        (2, "parallel.fsdp=1 parallel.tensor=2 train.microbatches_at_once=2"),
+        (2, "parallel.fsdp=1 parallel.tensor=2"),
+        (2, "parallel.fsdp=1 parallel.tensor=2 parallel.tp_comm_overlap=false"),
         (2, "parallel.fsdp=1 parallel.pipeline=2"),
         (4, "parallel.fsdp=4 parallel.data_sharding=optim"),
         (4, "parallel.fsdp=4 parallel.data_sharding=optim_grads_params"),

@@ -6,11 +6,13 @@ from jaxtron.errors import ConfigError
 from jaxtron.launch.xla_flags import (
     COPIES,
     DETERMINISTIC,
+    PERMUTATIONS,
     TABLE,
     check_known,
     combine,
-    has_copy_engines,
-    step_options,
+    compiler_options,
+    copies_permutations,
+    step_flags,
     table_rows,
     with_determinism,
     words,
@@ -26,37 +28,37 @@ def test_table_serves_only_what_was_measured():
         assert table_rows(capability, version) == ()
 
 
-def test_a_step_has_options_by_its_kind_unless_the_flags_name_them():
+def test_a_step_has_flags_by_its_kind_unless_they_are_given():
     limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    cases = {
-        (True, False): {limit: "4"},
-        (False, True): {COPIES: True},
-        (True, True): {limit: "4", COPIES: True},
-        (False, False): {},
+    of_kind = {
+        "branching": {limit: "4"},
+        "exchange": {COPIES: "true"},
+        "permutations": {PERMUTATIONS: "peer"},
     }
-    for (branching, exchange), expected in cases.items():
-        holds = {"branching": branching, "exchange": exchange}
-        assert step_options("9.0", "0.11.2", "--xla_a=1", **holds) == expected
-        named = f"--xla_a=1 --{limit}=1 --{COPIES}=false"
-        assert step_options("9.0", "0.11.2", named, **holds) == {}
+    named = f"--xla_a=1 --{limit}=1 --{COPIES}=false --{PERMUTATIONS}=private"
+    for kinds in ([], ["branching"], ["exchange"], ["permutations"], list(of_kind)):
+        expected = {name: value for kind in kinds for name, value in of_kind[kind].items()}
+        assert step_flags("9.0", "0.11.2", "--xla_a=1", kinds) == expected
+        assert step_flags("9.0", "0.11.2", named, kinds) == {}
         for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
-            assert step_options(capability, version, "", **holds) == {}
+            assert step_flags(capability, version, "", kinds) == {}
 
 
-def test_options_of_a_step_are_such_as_jax_takes():
-    options = step_options("9.0", "0.11.2", "", branching=True, exchange=True)
-    assert f"--{COPIES}=true" in words(options)
-    step = jax.jit(lambda x: x + 1, compiler_options=options)
+def test_flags_of_a_step_are_such_as_jax_takes():
+    flags = step_flags("9.0", "0.11.2", "", ["branching", "exchange", "permutations"])
+    assert {f"--{COPIES}=true", f"--{PERMUTATIONS}=peer"} < set(words(flags))
+    step = jax.jit(lambda x: x + 1, compiler_options=compiler_options(flags))
     assert step(jnp.ones(2)).tolist() == [2, 2]
 
 
-def test_copy_engines_are_those_of_measured_gpus_or_asked_for():
-    assert has_copy_engines("9.0", "0.11.2", "--xla_a=1")
+def test_permutations_are_copied_on_measured_gpus_or_where_asked_for():
+    assert copies_permutations("9.0", "0.11.2", "--xla_a=1")
     for capability, version in (("8.0", "0.11.2"), ("9.0", "0.10.2")):
-        assert not has_copy_engines(capability, version, "")
-        assert has_copy_engines(capability, version, f"--{COPIES}=true")
-    assert not has_copy_engines(None, "0.11.2", f"--{COPIES}=true")
-    assert not has_copy_engines("9.0", "0.11.2", f"--{COPIES} --{COPIES}=false")
+        assert not copies_permutations(capability, version, "")
+        assert copies_permutations(capability, version, f"--{PERMUTATIONS}=PEER")
+    assert not copies_permutations(None, "0.11.2", f"--{PERMUTATIONS}=peer")
+    given = f"--{PERMUTATIONS}=peer --{PERMUTATIONS}=private"
+    assert not copies_permutations("9.0", "0.11.2", given)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,8 +14,10 @@ from jaxtron.config.load import load_config
 from jaxtron.log_once import log_once
 from jaxtron.mesh.axes import AXES
 from jaxtron.parallel.tensor_parts import cut, deliver, join, receive, works_on_parts
+from tests.moe.arms import AHEAD, BIAS, LATENT, T_MOE
 from tests.parity.harness import assert_parity, make_config, reference, run
 from tests.program.collectives import collectives, count
+from tests.program.meshes import mesh_of
 from tests.program.test_data_sharding import lower
 
 
@@ -96,9 +97,7 @@ def test_16_bit_terms_are_added_in_fp32() -> None:
     terms = jnp.asarray([1, 2**-9, 2**-9, 2**-9, 0, 0, 0, 0], "bfloat16")
     each = jnp.broadcast_to(terms[:, None], (8, 8))
     summed = over_tensor(lambda a: deliver(tuple(a)), 8)(each)
-    pulled = over_tensor(
-        lambda a: jax.vjp(receive, a[0])[1](tuple(a))[0], 8
-    )(each)
+    pulled = over_tensor(lambda a: jax.vjp(receive, a[0])[1](tuple(a))[0], 8)(each)
     exact = jnp.bfloat16(1 + 3 * 2**-9)
     assert exact > 1
     for found in (summed, pulled):
@@ -113,12 +112,16 @@ def test_16_bit_terms_are_added_in_fp32() -> None:
         ({"fsdp": 2, "tensor": 4}, {"num_microbatches": 2}, {}),
         ({"data": 2, "tensor": 2}, {"layer_loop": "scan"}, {}),
         ({"fsdp": 2, "context": 2, "tensor": 2}, {}, {}),
+        ({"pipeline": 2, "tensor": 2}, {"num_microbatches": 4}, {}),
         ({"tensor": 4}, {"recompute": "full"}, {}),
         ({"tensor": 2}, {"recompute": {"gathered_sequence": "recompute"}}, {}),
         ({"tensor": 4, "fsdp": 2, "data_sharding": "optim_grads_params"}, {}, {}),
         ({"tensor": 2, "rules": {"heads": None, "kv_heads": None}}, {}, {}),
         ({"tensor": 2, "rules": {"mlp": None}}, {}, {"add_bias_linear": True}),
         ({"tensor": 2}, {}, {"qk_layernorm": True, "add_qkv_bias": True}),
+        ({"tensor": 2, "expert": 2}, {}, {**T_MOE, **BIAS}),
+        ({"tensor": 2, "expert": 2, "rules": {"expert_mlp": None}}, {}, T_MOE),
+        ({"tensor": 4}, {}, {**T_MOE, **LATENT, **AHEAD}),
     ],
 )
 def test_a_step_equals_that_of_one_device(
@@ -150,17 +153,6 @@ def test_a_step_sends_all_that_it_gathered_and_scattered() -> None:
         depth: 7 * (gathered.get(depth, 0) + scattered.get(depth, 0))
         for depth in gathered | scattered
     }
-
-
-def mesh_of(per_process: int, **sizes: int) -> Any:
-    """A mesh whose devices know their process, as far as the function tested looks at it."""
-    shape = [sizes.get(axis, 1) for axis in AXES]
-    devices = np.empty(int(np.prod(shape)), object)
-    for n in range(devices.size):
-        devices[n] = SimpleNamespace(process_index=n // per_process)
-    return SimpleNamespace(
-        axis_names=AXES, devices=devices.reshape(shape), shape=dict(zip(AXES, shape, strict=True))
-    )
 
 
 def decided(asked: str, mesh: Any, **given: bool) -> bool:
