@@ -161,7 +161,11 @@ class Program:
             self.rules.axes("zero"),
             microbatches=self.batch_layout.num_microbatches if not ramp else None,
         )
-        rings = parallel.context_strategy == "ring" and self.sizes["context"] > 1
+        rings = (
+            parallel.context_strategy == "ring"
+            and self.sizes["context"] > 1
+            and not parallel.dynamic_context  # not timed
+        )
         kinds: dict[StepKind, bool] = {
             "branching": self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
             "exchange": exchanges_in_process(
