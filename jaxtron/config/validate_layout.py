@@ -85,8 +85,8 @@ def _blocks_can_work_on_parts(config: Config, axes: Axes) -> Iterator[str]:
     if _stages_branch(config, axes):
         yield (
             "parallel.tp_comm_overlap is true, but with several chunks of layers a stage, or "
-            f"uneven stages, the {axes['pipeline']} stages of parallel.pipeline branch, and permutations "
-            f"in branches wait for ever on GPUs: {fix}"
+            f"uneven stages, the {axes['pipeline']} stages of parallel.pipeline branch, and "
+            f"permutations in branches wait for ever on GPUs: {fix}"
         )
     if config.precision.fp8 is not None:
         yield (
