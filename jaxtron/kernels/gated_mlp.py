@@ -106,7 +106,7 @@ class GatedMlpKernels:
         return None
 
 
-def gated_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def gated_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``(silu(x gate) * x up) down``: the activation, in fp32, leaves the products' registers.
 
     Args:
@@ -115,24 +115,28 @@ def gated_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         down: ``[f, h]``.
 
     Returns:
-        ``[..., h]``; named for ``jax.checkpoint`` are ``mlp_up`` and ``mlp_act``.
+        ``[..., h]``, and what is there when the first product has ended: nothing to compute with,
+        it has no derivative. Named for ``jax.checkpoint`` are ``mlp_up`` and ``mlp_act``.
     """
-    return _mlp(x.reshape(-1, x.shape[-1]), up, down).reshape(x.shape)
+    y, first = _mlp(x.reshape(-1, x.shape[-1]), up, down)
+    return y.reshape(x.shape), first
 
 
 @jax.custom_vjp
-def _mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def _mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _forward(x, up, down)[0]
 
 
-def _forward(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[Any, Any]:
     u, act = hopper_gate_up(x, up, blocks=multiprocessors())
     u, act = checkpoint_name(u, "mlp_up"), checkpoint_name(act, "mlp_act")
-    return jnp.dot(act, down), (x, u, act, up, down)
+    return (jnp.dot(act, down), act), (x, u, act, up, down)
 
 
-def _backward(residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x, u, act, up, down = residuals
+def _backward(
+    residuals: Any, gs: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    (x, u, act, up, down), (g, _) = residuals, gs
     d_u = hopper_d_gate_up(g, down, u, blocks=multiprocessors())
     d_down = lax.dot_general(act, g, (((0,), (0,)), ((), ())))
     d_up = lax.dot_general(x, d_u, (((0,), (0,)), ((), ())))

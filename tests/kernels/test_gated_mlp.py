@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxtron.errors import ConfigError
 from jaxtron.kernels import gated_mlp
@@ -16,6 +18,7 @@ from jaxtron.layers.inputs import LayerInputs
 from jaxtron.layers.mlp import MLP
 from jaxtron.layers.remat import by_name, recompute_all
 from jaxtron.models.config import ModelConfig
+from jaxtron.parallel.region import Region
 from jaxtron.precision.fp8_weight import Fp8Weight
 
 TOKENS, HIDDEN, INNER = 6, 5, 4
@@ -78,7 +81,7 @@ POLICIES = {
 def test_result_and_gradients_are_those_by_hand(name: str) -> None:
     policy, runs = POLICIES[name]
     x, up, down, g = operands()
-    mlp = gated_mlp.gated_mlp
+    mlp = lambda *a: gated_mlp.gated_mlp(*a)[0]  # noqa: E731
     if policy is not None:
         mlp = jax.checkpoint(mlp, policy=policy, prevent_cse=False)
     y, vjp = jax.vjp(mlp, *(jnp.asarray(a) for a in (x, up, down)))
@@ -172,3 +175,54 @@ def test_an_mlp_with_any_product_in_fp8_is_none_in_bf16(fp8: tuple[str, ...], dt
     assert not mlp._fused(jnp.asarray(x), weights["up"], weights["down"], inputs)
     assert recorder.spec.dtype == dtype
     assert recorder.spec.tokens == TOKENS
+
+
+class Always:
+    """Takes the place of :class:`GatedMlpKernels`."""
+
+    def use(self, spec: GatedMlpSpec) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_parts_of_a_sequence_are_multiplied_as_the_whole_and_one_behind_the_other() -> None:
+    members = 3
+    config = ModelConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=INNER * members,
+        num_attention_heads=1,
+        vocab_size=8,
+        max_position_embeddings=8,
+        activation="swiglu",
+    )
+    rng = np.random.default_rng(1)
+    up = rng.standard_normal((HIDDEN, 2, INNER * members)).astype(np.float32)
+    down = rng.standard_normal((INNER * members, HIDDEN)).astype(np.float32)
+    x, _, _, g = operands()  # of three tokens each
+    region = Region({"tensor": members}, sequence_parallel=True, in_parts=True)
+    inputs = LayerInputs(region, *[None] * 4, gated_mlp=Always())  # type: ignore[arg-type]
+    graph = nnx.graphdef(MLP(config, nnx.Rngs(0), 0.02))
+
+    def block(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        weights = nnx.State({"up": nnx.Param(up), "down": nnx.Param(down)})
+        return nnx.merge(graph, weights)(x, inputs)
+
+    def pulled(x: jax.Array, up: jax.Array, down: jax.Array, g: jax.Array) -> Any:
+        y, vjp = jax.vjp(block, x, up, down)
+        return y, *vjp(g)
+
+    mesh = Mesh(np.array(jax.devices()[:members]), ("tensor",))
+    tokens, up_at, down_at = P(None, "tensor"), P(None, None, "tensor"), P("tensor")
+    mapped = jax.shard_map(
+        pulled,
+        mesh=mesh,
+        in_specs=(tokens, up_at, down_at, tokens),
+        out_specs=(tokens, tokens, up_at, down_at),
+        check_vma=False,
+    )
+    actual = jax.jit(mapped)(x, up, down, g)
+    for a, expected in zip(actual, by_hand(x, up, down, g), strict=True):
+        np.testing.assert_allclose(a, expected, rtol=0, atol=1e-5 * np.max(np.abs(expected)))
+    # the second and the third part wait for the first product of the part before, forward alone
+    assert str(jax.make_jaxpr(mapped)(x, up, down, g)).count("optimization_barrier") == members - 1
