@@ -174,6 +174,7 @@ class Program:
                 ragged=config.model.moe_token_dispatcher_type == "ragged",
             ),
             "permutations": in_parts or rings,
+            "parts": in_parts and self.sizes["tensor"] > 2,
         }
         self.step_flags = step_flags(*compiler, [kind for kind in kinds if kinds[kind]])
         if self.step_flags:

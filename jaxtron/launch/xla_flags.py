@@ -40,12 +40,13 @@ class FlagRow:
     steps: "StepKind | None" = None
 
 
-StepKind = Literal["branching", "exchange", "permutations"]
+StepKind = Literal["branching", "exchange", "permutations", "parts"]
 """Training steps of a pipeline whose stages take branches (several chunks, uneven stages); those
-that exchange parts within a process (``parallel/exchange.py``); those without a pipeline that send
-by permutations: parts of a sequence to tensor-parallel blocks (``parallel/tensor_parts.py``), or
-keys and values around a ring."""
+that exchange parts within a process (``parallel/exchange.py``); those that send by permutations:
+keys and values around a ring, or parts of a sequence to tensor-parallel blocks
+(``parallel/tensor_parts.py``); and of the latter those with more than two parts."""
 
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 COPIES = "xla_gpu_use_memcpy_local_p2p"
 PERMUTATIONS = "xla_gpu_collective_permute_mode"
 
@@ -69,7 +70,7 @@ TABLE: tuple[FlagRow, ...] = (
     FlagRow(
         compute_capability="9.0",
         jax="0.11",
-        name="xla_gpu_experimental_parallel_collective_overlap_limit",
+        name=AT_ONCE,
         value="4",
         measured="pipeline 2 with 2 chunks of 2 layers, two H200, JAX 0.11.2: 1517 -> 1507 ms; "
         "tensor 2 with two microbatches at once: 736 -> 741 ms with a limit of 2",
@@ -92,6 +93,15 @@ TABLE: tuple[FlagRow, ...] = (
         measured="two H200, bf16, JAX 0.11.2: 8 Llama-3-8B layers, tensor 2 in parts 727.8 -> "
         "692.7 ms; 4 layers, ring of 2, 65,536 tokens 6814.9 -> 6784.1 ms",
         steps="permutations",
+    ),
+    FlagRow(
+        compute_capability="9.0",
+        jax="0.11",
+        name=AT_ONCE,
+        value="4",
+        measured="tensor 2 in parts, two H200, JAX 0.11.2: 692.7 -> 693.4 ms; compiled for four "
+        "H100s, tensor 4: of a microbatch's 204 permutations 57 -> 6 with no product beside them",
+        steps="parts",
     ),
 )
 

@@ -4,6 +4,7 @@ import pytest
 
 from jaxtron.errors import ConfigError
 from jaxtron.launch.xla_flags import (
+    AT_ONCE,
     COPIES,
     DETERMINISTIC,
     PERMUTATIONS,
@@ -29,14 +30,14 @@ def test_table_serves_only_what_was_measured():
 
 
 def test_a_step_has_flags_by_its_kind_unless_they_are_given():
-    limit = "xla_gpu_experimental_parallel_collective_overlap_limit"
     of_kind = {
-        "branching": {limit: "4"},
+        "branching": {AT_ONCE: "4"},
         "exchange": {COPIES: "true"},
         "permutations": {PERMUTATIONS: "peer"},
+        "parts": {AT_ONCE: "4"},
     }
-    named = f"--xla_a=1 --{limit}=1 --{COPIES}=false --{PERMUTATIONS}=private"
-    for kinds in ([], ["branching"], ["exchange"], ["permutations"], list(of_kind)):
+    named = f"--xla_a=1 --{AT_ONCE}=1 --{COPIES}=false --{PERMUTATIONS}=private"
+    for kinds in ([], *([kind] for kind in of_kind), list(of_kind)):
         expected = {name: value for kind in kinds for name, value in of_kind[kind].items()}
         assert step_flags("9.0", "0.11.2", "--xla_a=1", kinds) == expected
         assert step_flags("9.0", "0.11.2", named, kinds) == {}
