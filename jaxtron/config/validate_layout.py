@@ -88,11 +88,6 @@ def _blocks_can_work_on_parts(config: Config, axes: Axes) -> Iterator[str]:
             f"uneven stages, the {axes['pipeline']} stages of parallel.pipeline branch, and "
             f"permutations in branches wait for ever on GPUs: {fix}"
         )
-    if config.precision.fp8 is not None:
-        yield (
-            f"parallel.tp_comm_overlap is true, but the scales of precision.fp8 "
-            f"{config.precision.fp8} are those of whole sequences, not of a part: {fix}"
-        )
 
 
 def _stages_branch(config: Config, axes: Axes) -> bool:

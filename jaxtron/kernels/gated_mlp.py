@@ -1,6 +1,8 @@
 """The gated MLP as one function whose matrix products apply the activation, and its choice."""
 
+import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ from jaxtron.kernels.grouped_matmul_hopper import multiprocessors
 from jaxtron.log_once import log_once
 
 logger = logging.getLogger(__name__)
+
+Parts = tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True)
@@ -106,41 +110,56 @@ class GatedMlpKernels:
         return None
 
 
-def gated_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gated_mlp(parts: Sequence[jax.Array], up: jax.Array, down: jax.Array) -> list[jax.Array]:
     """``(silu(x gate) * x up) down``: the activation, in fp32, leaves the products' registers.
 
     Args:
-        x: bf16 ``[..., h]``.
+        parts: bf16 ``x [..., h]`` each.
         up: ``[h, 2, f]``, gate and up.
         down: ``[f, h]``.
 
     Returns:
-        ``[..., h]``, and what is there when the first product has ended: nothing to compute with,
-        it has no derivative. Named for ``jax.checkpoint`` are ``mlp_up`` and ``mlp_act``.
+        ``[..., h]`` a part; named for ``jax.checkpoint`` are ``mlp_up`` and ``mlp_act``.
     """
-    y, first = _mlp(x.reshape(-1, x.shape[-1]), up, down)
-    return y.reshape(x.shape), first
+    ys = _mlp(tuple(x.reshape(-1, x.shape[-1]) for x in parts), up, down)
+    return [y.reshape(x.shape) for x, y in zip(parts, ys, strict=True)]
 
 
 @jax.custom_vjp
-def _mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _forward(x, up, down)[0]
+def _mlp(xs: Parts, up: jax.Array, down: jax.Array) -> Parts:
+    return _forward(xs, up, down)[0]
 
 
-def _forward(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[Any, Any]:
-    u, act = hopper_gate_up(x, up, blocks=multiprocessors())
-    u, act = checkpoint_name(u, "mlp_up"), checkpoint_name(act, "mlp_act")
-    return (jnp.dot(act, down), act), (x, u, act, up, down)
+def _forward(xs: Parts, up: jax.Array, down: jax.Array) -> tuple[Parts, Any]:
+    us: list[jax.Array] = []
+    acts: list[jax.Array] = []
+    for x in xs:
+        if acts:
+            # XLA puts what it knows to take long beside the transfer of a part. Of this kernel it
+            # knows nothing: it might wait for a part before it multiplies the one that is there.
+            x, _ = lax.optimization_barrier((x, acts[-1]))
+        u, act = hopper_gate_up(x, up, blocks=multiprocessors())
+        us.append(checkpoint_name(u, "mlp_up"))
+        acts.append(checkpoint_name(act, "mlp_act"))
+    return tuple(jnp.dot(act, down) for act in acts), (xs, us, acts, up, down)
 
 
-def _backward(
-    residuals: Any, gs: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    (x, u, act, up, down), (g, _) = residuals, gs
-    d_u = hopper_d_gate_up(g, down, u, blocks=multiprocessors())
-    d_down = lax.dot_general(act, g, (((0,), (0,)), ((), ())))
-    d_up = lax.dot_general(x, d_u, (((0,), (0,)), ((), ())))
-    return lax.dot_general(d_u, up, (((1, 2), (1, 2)), ((), ()))), d_up, d_down
+def _backward(residuals: Any, gs: Parts) -> tuple[Parts, jax.Array, jax.Array]:
+    xs, us, acts, up, down = residuals
+    d_us = [
+        hopper_d_gate_up(g, down, u, blocks=multiprocessors()) for g, u in zip(gs, us, strict=True)
+    ]
+    d_xs = tuple(lax.dot_general(d_u, up, (((1, 2), (1, 2)), ((), ()))) for d_u in d_us)
+    return d_xs, _over_tokens(xs, d_us), _over_tokens(acts, gs)
+
+
+def _over_tokens(inputs: Sequence[jax.Array], gradients: Sequence[jax.Array]) -> jax.Array:
+    """A weight's gradient: the sum over the tokens of all parts."""
+    products = [
+        lax.dot_general(x, g, (((0,), (0,)), ((), ())))
+        for x, g in zip(inputs, gradients, strict=True)
+    ]
+    return functools.reduce(jnp.add, products)
 
 
 _mlp.defvjp(_forward, _backward)

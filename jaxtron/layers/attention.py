@@ -6,7 +6,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
-from jaxtron.layers.linear import linear
+from jaxtron.layers.linear import linear_of_parts
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.layers.rope import apply_rotary
@@ -69,9 +69,8 @@ class Attention(nnx.Module):
             return region.own_groups(w, groups, axis) if split else w
 
         weights = [query_w, self.key_value.get_value()]
-        made = [
-            linear(part, weights, own=[None, (own_groups, 1)]) for part in region.gather_parts(x)
-        ]
+        used = [None, (own_groups, 1)]
+        made = linear_of_parts(region.gather_parts(x), weights, own=used, arrives="input")
         q, key_value = (region.join(parts) for parts in zip(*made, strict=True))
         k, v = (t.squeeze(2) for t in lax.split(key_value, (1, 1), axis=2))
         if self.config.add_bias_linear or self.config.add_qkv_bias:
@@ -89,8 +88,8 @@ class Attention(nnx.Module):
         with jax.named_scope("core"):
             core = inputs.attend(q, k, v, drop)
         output = [self.output.get_value()]
-        ys = [linear(part, output, inputs=2)[0] for part in region.cut(core)]
-        y = region.reduce_parts(ys, partial=split)
+        made = linear_of_parts(region.cut(core), output, inputs=2, arrives="gradient")
+        y = region.reduce_parts([y for (y,) in made], partial=split)
         if self.config.add_bias_linear:
             y = y + self.output_bias[...].astype(y.dtype)
         return y

@@ -1,9 +1,9 @@
 """Products of activations with weights: the GEMMs of attention and the MLP.
 
-Layers call :func:`linear` and nothing else for them. What the backward pass keeps is the input and
-the given weights themselves, never a form of a weight made here: a part cut out of one would be
-kept a second time by every layer, and the pipeline executor knows weights among a microbatch's
-residuals by identity.
+Layers call :func:`linear` or :func:`linear_of_parts` and nothing else for them. What the backward
+pass keeps is the input and the given weights themselves, never a form of a weight made here: a part
+cut out of one would be kept a second time by every layer, and the pipeline executor knows weights
+among a microbatch's residuals by identity.
 
 A weight may come in FP8 (``precision.fp8``); the layers do not notice.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import jax
 from jax import lax
 
-from jaxtron.precision.fp8_product import fp8_linear
+from jaxtron.precision.fp8_product import Arrives, fp8_linear
 from jaxtron.precision.fp8_weight import Fp8Weight
 
 Weight = jax.Array | Fp8Weight
@@ -30,26 +30,44 @@ def linear(
     inputs: int = 1,
     own: Sequence[Own | None] | None = None,
 ) -> tuple[jax.Array, ...]:
-    """``x @ w`` for each of ``weights``.
+    """``x @ w`` for each of ``weights``; see :func:`linear_of_parts`."""
+    (outputs,) = linear_of_parts([x], weights, inputs=inputs, own=own)
+    return outputs
+
+
+def linear_of_parts(
+    parts: Sequence[jax.Array],
+    weights: Sequence[Weight],
+    *,
+    arrives: Arrives | None = None,
+    inputs: int = 1,
+    own: Sequence[Own | None] | None = None,
+) -> list[tuple[jax.Array, ...]]:
+    """``x @ w`` for each ``x`` of ``parts`` and each of ``weights``.
 
     Args:
-        x: ``[..., *in]``.
+        parts: ``[..., *in]`` each.
         weights: ``[*in, *out_i]`` each, in the dtype of ``x``; or all in FP8, of one product.
+        arrives: what arrives in parts, if there are several: the input, or the gradient of the
+            result (FP8 scales do not wait for it).
         inputs: number of ``in`` dimensions, which are summed over.
         own: per weight, which part of it this device uses; None: the whole.
 
     Returns:
-        ``[..., *out_i]`` per weight.
+        ``[..., *out_i]`` per part and weight.
     """
-    parts = tuple(own) if own is not None else (None,) * len(weights)
+    used = tuple(own) if own is not None else (None,) * len(weights)
     fp8 = [w for w in weights if isinstance(w, Fp8Weight)]
     if fp8:
-        return fp8_linear(x, fp8, inputs=inputs, own=parts)
+        return fp8_linear(parts, fp8, inputs=inputs, own=used, arrives=arrives)
     arrays = [w for w in weights if not isinstance(w, Fp8Weight)]
-    return tuple(
-        _contract_inputs(x, w, inputs) if o is None else _own_product(inputs, o, x, w)
-        for w, o in zip(arrays, parts, strict=True)
-    )
+    return [
+        tuple(
+            _contract_inputs(x, w, inputs) if o is None else _own_product(inputs, o, x, w)
+            for w, o in zip(arrays, used, strict=True)
+        )
+        for x in parts
+    ]
 
 
 def _contract_inputs(x: jax.Array, weight: jax.Array, inputs: int) -> jax.Array:

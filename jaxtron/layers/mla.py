@@ -7,7 +7,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.inputs import LayerInputs, LayerNumber
-from jaxtron.layers.linear import linear
+from jaxtron.layers.linear import linear, linear_of_parts
 from jaxtron.layers.norm import Norm
 from jaxtron.layers.parameter import normal
 from jaxtron.layers.rope import apply_rotary, attention_temperature
@@ -73,8 +73,8 @@ class LatentAttention(nnx.Module):
         with jax.named_scope("core"):
             core = inputs.attend(q, k, v, drop)[..., : config.v_head_dim]
         output = [self.output.get_value()]
-        ys = [linear(part, output, inputs=2)[0] for part in region.cut(core)]
-        return region.reduce_parts(ys, partial=heads < config.num_attention_heads)
+        ys = linear_of_parts(region.cut(core), output, inputs=2, arrives="gradient")
+        return region.reduce_parts([y for (y,) in ys], partial=heads < config.num_attention_heads)
 
     def _project(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys with values, and the keys' channels with position, of ``x [..., h]``.

@@ -1,5 +1,7 @@
 """The feed-forward block."""
 
+from collections.abc import Sequence
+
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -7,10 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtron.kernels.gated_mlp import GatedMlpSpec, gated_mlp
 from jaxtron.layers.activation import activate
 from jaxtron.layers.inputs import LayerInputs
-from jaxtron.layers.linear import Weight, linear
+from jaxtron.layers.linear import Weight, linear_of_parts
 from jaxtron.layers.parameter import Product, normal, zeros
 from jaxtron.models.config import ModelConfig
-from jaxtron.parallel.tensor_parts import behind
 from jaxtron.precision.fp8_mlp import fp8_gated_mlp
 from jaxtron.precision.fp8_weight import Fp8Weight
 
@@ -50,33 +51,27 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Map the normalised stream ``x [b, s/tensor, h]`` to the update of the stream."""
         region = inputs.region
-        ys, first = [], None
-        for part in region.gather_parts(x):
-            y, first = self._block(part if first is None else behind(part, first), inputs)
-            ys.append(y)
+        ys = self._block(region.gather_parts(x), inputs)
         y = region.reduce_parts(ys, partial=self.down.shape[0] < self.ffn_hidden_size)
         if self.config.add_bias_linear:
             y = y + self.down_bias[...].astype(y.dtype)
         return y
 
-    def _block(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, jax.Array | None]:
-        """What this device's weights make of tokens ``x [..., h]``, still to be summed.
-
-        And what is there when the first product has ended, if XLA doesn't know that it takes long.
-        """
+    def _block(self, parts: Sequence[jax.Array], inputs: LayerInputs) -> list[jax.Array]:
+        """What this device's weights make of tokens ``[..., h]``, still to be summed."""
         up, down = self.up.get_value(), self.down.get_value()
         plain = self.config.gated and not self.config.add_bias_linear
         if plain and isinstance(up, Fp8Weight) and isinstance(down, Fp8Weight):
-            return fp8_gated_mlp(x, up, down, self.config.activation, "mlp_up"), None
-        if self._fused(x, up, down, inputs):
-            return gated_mlp(x, up, down)
-        (u,) = linear(x, [up])
-        if self.config.add_bias_linear:
-            u = u + self.up_bias[...].astype(u.dtype)
-        u = checkpoint_name(u, "mlp_up")
-        u = checkpoint_name(activate(u, self.config.activation), "mlp_act")
-        (y,) = linear(u, [down])
-        return y, None
+            return fp8_gated_mlp(parts, up, down, self.config.activation, "mlp_up")
+        if self._fused(parts[0], up, down, inputs):
+            return gated_mlp(parts, up, down)
+        us = []
+        for (u,) in linear_of_parts(parts, [up], arrives="input"):
+            if self.config.add_bias_linear:
+                u = u + self.up_bias[...].astype(u.dtype)
+            u = checkpoint_name(u, "mlp_up")
+            us.append(checkpoint_name(activate(u, self.config.activation), "mlp_act"))
+        return [y for (y,) in linear_of_parts(us, [down], arrives="gradient")]
 
     def _fused(self, x: jax.Array, up: Weight, down: Weight, inputs: LayerInputs) -> bool:
         """Whether one kernel multiplies and applies the activation."""

@@ -119,18 +119,7 @@ def cut(x: jax.Array) -> Parts:
     return _cut(x)
 
 
-@jax.custom_vjp
-def behind(x: jax.Array, other: jax.Array) -> jax.Array:
-    """``x``, for uses that begin when ``other`` is there; backward passes do not see it.
-
-    XLA puts what it knows to take long beside a transfer. Of a kernel it knows nothing: it may put
-    the wait for a part before the kernel that does not need it, and nothing beside the transfer.
-    """
-    return lax.optimization_barrier((x, other))[0]
-
-
 receive.defvjp(lambda x: (_receive(x), None), lambda _, g: (_deliver(g),))
 deliver.defvjp(lambda parts: (_deliver(parts), None), lambda _, g: (_receive(g),))
 join.defvjp(lambda parts: (_join(parts), None), lambda _, g: (_cut(g),))
-behind.defvjp(lambda x, other: (behind(x, other), None), lambda _, g: (g, None))
 cut.defvjp(lambda x: (_cut(x), None), lambda _, g: (_join(g),))

@@ -7,26 +7,29 @@ are measured, and again as they are cast.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.activation import gated, gated_gradients
-from jaxtron.precision.fp8_product import Shape, backward, forward, operand
+from jaxtron.precision.fp8_product import Shape, backward, forward, operands
 from jaxtron.precision.fp8_weight import Fp8Weight
 
 _SHAPE = Shape(1, (None,))
 Weights = tuple[Fp8Weight, Fp8Weight]
+Parts = tuple[jax.Array, ...]
 
 
 def fp8_gated_mlp(
-    x: jax.Array, up: Fp8Weight, down: Fp8Weight, activation: str, name: str
-) -> jax.Array:
+    parts: Sequence[jax.Array], up: Fp8Weight, down: Fp8Weight, activation: str, name: str
+) -> list[jax.Array]:
     """``(activation(x gate) * x up) down``; the activation in fp32, rounded once.
 
     Args:
-        x: ``[..., h]``.
+        parts: ``x [..., h]`` each. If there are several they arrive, and so do those of the
+            result's gradient.
         up: ``[h, 2, f]``, gate and up.
         down: ``[f, h]``.
         activation: of the gate, a name as ``model.activation``.
@@ -34,34 +37,37 @@ def fp8_gated_mlp(
     """
     gradients = (up.gradient, down.gradient)
     constants = tuple(dataclasses.replace(w, gradient=None) for w in (up, down))
-    y = _mlp((activation, name), x.reshape(-1, x.shape[-1]), constants, gradients)
-    return y.reshape(x.shape[:-1] + y.shape[-1:])
+    rows = tuple(x.reshape(-1, x.shape[-1]) for x in parts)
+    ys = _mlp((activation, name), rows, constants, gradients)
+    return [y.reshape(x.shape[:-1] + y.shape[-1:]) for x, y in zip(parts, ys, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlp(how: Any, x: jax.Array, weights: Weights, gradients: Any) -> jax.Array:
-    return _mlp_fwd(how, x, weights, gradients)[0]
+def _mlp(how: Any, xs: Parts, weights: Weights, gradients: Any) -> Parts:
+    return _mlp_fwd(how, xs, weights, gradients)[0]
 
 
-def _mlp_fwd(how: Any, x: jax.Array, weights: Weights, gradients: Any) -> tuple[jax.Array, Any]:
-    (activation, name), (up, down) = how, weights
-    qx = operand(up, x, gradient=False)
-    (u,) = forward(_SHAPE, qx, [up], x.dtype)
-    u = checkpoint_name(u, name)
-    qa = operand(down, u, gradient=False, compute=lambda u: (gated(u, activation),))
-    (y,) = forward(_SHAPE, qa, [down], x.dtype)
-    return y, (qx.kept(), u, qa.kept(), weights)
+def _mlp_fwd(how: Any, xs: Parts, weights: Weights, gradients: Any) -> tuple[Parts, Any]:
+    (activation, name), (up, down), dtype = how, weights, xs[0].dtype
+    qxs = operands(up, [(x,) for x in xs], gradient=False, arrives=True)
+    us = [checkpoint_name(forward(_SHAPE, qx, [up], dtype)[0], name) for qx in qxs]
+    compute = lambda u: (gated(u, activation),)  # noqa: E731
+    qas = operands(down, [(u,) for u in us], gradient=False, compute=compute)
+    ys = tuple(forward(_SHAPE, qa, [down], dtype)[0] for qa in qas)
+    return ys, ([qx.kept() for qx in qxs], us, [qa.kept() for qa in qas], weights)
 
 
-def _mlp_bwd(how: Any, residuals: Any, g: jax.Array) -> Any:
+def _mlp_bwd(how: Any, residuals: Any, gs: Parts) -> Any:
     activation, _ = how
-    qx, u, qa, (up, down) = residuals
-    qg = operand(down, g, gradient=True)
-    da, (d_down,) = backward(_SHAPE, qa, qg, [down], g.dtype)
+    qxs, us, qas, (up, down) = residuals
+    dtype = gs[0].dtype
+    qgs = operands(down, [(g,) for g in gs], gradient=True, arrives=True)
+    das, (d_down,) = backward(_SHAPE, qas, qgs, [down], dtype)
     compute = functools.partial(gated_gradients, activation=activation)
-    qu = operand(up, u, da, gradient=True, compute=compute)
-    dx, (d_up,) = backward(_SHAPE, qx, qu, [up], g.dtype)
-    return dx, None, (d_up, d_down)
+    pairs = list(zip(us, das, strict=True))
+    qus = operands(up, pairs, gradient=True, compute=compute)
+    dxs, (d_up,) = backward(_SHAPE, qxs, qus, [up], dtype)
+    return tuple(dxs), None, (d_up, d_down)
 
 
 _mlp.defvjp(_mlp_fwd, _mlp_bwd)

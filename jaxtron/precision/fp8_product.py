@@ -5,6 +5,10 @@ Input and weight are in the recipe's forward format, the gradient ``g`` in its b
 and results are in the dtype of ``x``, ``dw`` is in fp32. What the backward pass keeps of ``x`` is
 its FP8 form.
 
+Rows may come in parts, some of them before the others (``parallel/tensor_parts.py``). All have one
+scale, and the results are those of the rows together. The scale of parts that *arrive* comes from
+what the members of ``tensor`` begin with, each its own: nothing waits for another's part.
+
 Hopper multiplies FP8 matrices only when both operands have the summed dimension last. Therefore a
 weight comes in both orientations, and ``x`` and ``g`` are transposed after the cast.
 """
@@ -13,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +27,24 @@ from jaxtron.precision import fp8_te
 from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Weight
 from jaxtron.precision.quantise import amax, quantise, scale_of, values_of
 
+Arrives = Literal["input", "gradient"]
 Own = tuple[Callable[[jax.Array, int], jax.Array], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static part of a product: input dimensions, and each weight's part that is used."""
+    """Static part of a product.
+
+    Attributes:
+        inputs: input dimensions.
+        own: each weight's part that is used.
+        arrives: which matrix arrives in parts, if there are several: what the product reads, or
+            the gradient of what it gives.
+    """
 
     inputs: int
     own: tuple[Own | None, ...]
+    arrives: Arrives | None = None
 
     def take(self, i: int, w: jax.Array, outputs_at: int) -> jax.Array:
         """The used part of weight ``i``, whose output dimensions begin at ``outputs_at``."""
@@ -87,16 +100,17 @@ class Operand(NamedTuple):
 
 
 def fp8_linear(
-    x: jax.Array,
+    parts: Sequence[jax.Array],
     weights: Sequence[Fp8Weight],
     *,
     inputs: int,
     own: tuple[Own | None, ...],
-) -> tuple[jax.Array, ...]:
-    """``x @ w`` for each of ``weights``; see :func:`jaxtron.layers.linear.linear`."""
+    arrives: Arrives | None,
+) -> list[tuple[jax.Array, ...]]:
+    """``x @ w`` for each of ``parts`` and ``weights``; see :func:`jaxtron.layers.linear.linear`."""
     gradients = tuple(w.gradient for w in weights)
     constants = tuple(dataclasses.replace(w, gradient=None) for w in weights)
-    return _product(Shape(inputs, own), x, constants, gradients)
+    return _product(Shape(inputs, own, arrives), tuple(parts), constants, gradients)
 
 
 def fp8_matmul(
@@ -140,39 +154,55 @@ def fp8_matmul(
     )
 
 
-def operand(
+def operands(
     weight: Fp8Weight,
-    *inputs: jax.Array,
+    parts: Sequence[Sequence[jax.Array]],
+    *,
     gradient: bool,
+    arrives: bool = False,
     compute: Callable[..., Sequence[jax.Array]] | None = None,
-) -> Operand:
-    """Matrices ``[m, n_i]`` side by side in FP8: a product's input, or the gradient of its output.
+) -> list[Operand]:
+    """Matrices in FP8 by one scale: a product's input in parts, or the gradient of its output.
 
     Args:
         weight: of the product.
-        *inputs: the matrices, or what ``compute`` takes.
+        parts: of the rows; per part matrices ``[m, n_i]``, to be put side by side, or what
+            ``compute`` takes.
         gradient: which of the two it is.
+        arrives: whether parts behind the first come from other members of ``tensor``.
         compute: gives the matrices. It is called twice, for the largest magnitude and for the cast:
             what is cheap to compute costs less so than written once and read back.
     """
     site, recipe = weight.site, weight.site.recipe
     dtype = recipe.backward if gradient else recipe.forward
-    parts: Sequence[jax.Array] = inputs
-    measured = parts
+    made = measured = list(parts)
     if compute is not None:
-        parts = measured = compute(*inputs)
+        made = measured = [compute(*part) for part in parts]
         if recipe.backend == "xla":  # behind a barrier, or XLA would see that both are the same
-            measured = compute(*lax.optimization_barrier(inputs))
+            measured = [compute(*lax.optimization_barrier(tuple(part))) for part in parts]
     if weight.scales is None:
         axes = site.gradient_axes if gradient else site.input_axes
-        largest = lax.pmax(_amax(measured), axes) if axes else _amax(measured)
-        scale = scale_of(largest, dtype)
+        if arrives and len(parts) > 1:
+            largest, axes = _amax(measured[0]), tuple({*axes, "tensor"})
+        else:
+            largest = functools.reduce(jnp.maximum, map(_amax, measured))
+        scale = scale_of(lax.pmax(largest, axes) if axes else largest, dtype)
     else:
         scale = weight.scales[int(gradient)]
-    if recipe.backend == "te":
-        bits, met = fp8_te.cast(_side_by_side(parts), scale, dtype)
+    return [_cast(weight, *each, scale, dtype) for each in zip(made, measured, strict=True)]
+
+
+def _cast(
+    weight: Fp8Weight,
+    matrices: Sequence[jax.Array],
+    measured: Sequence[jax.Array],
+    scale: jax.Array,
+    dtype: Any,
+) -> Operand:
+    if weight.site.recipe.backend == "te":
+        bits, met = fp8_te.cast(_side_by_side(matrices), scale, dtype)
     else:
-        bits = _side_by_side([quantise(part, scale, dtype) for part in parts])
+        bits = _side_by_side([quantise(matrix, scale, dtype) for matrix in matrices])
         met = _amax(measured)
     # Behind a barrier, because XLA would cast and transpose in one kernel, which takes longer than
     # two: it transposes bytes fast, and what it computes on the way slowly.
@@ -213,17 +243,38 @@ def forward(shape: Shape, x: Operand, weights: Sequence[Fp8Weight], dtype: Any) 
 
 
 def backward(
-    shape: Shape, x: Operand, g: Operand, weights: Sequence[Fp8Weight], dtype: Any
-) -> tuple[jax.Array, tuple[Fp8Gradient, ...]]:
-    """Derivatives of a product by its input, ``[m, in]`` in ``dtype``, and by its weights.
+    shape: Shape,
+    xs: Sequence[Operand],
+    gs: Sequence[Operand],
+    weights: Sequence[Fp8Weight],
+    dtype: Any,
+) -> tuple[list[jax.Array], tuple[Fp8Gradient, ...]]:
+    """Derivatives of a product by its input, ``[m, in]`` a part in ``dtype``, and by its weights.
 
     Args:
         shape: of the product.
-        x: its input, as :meth:`Operand.kept`.
-        g: gradient of its outputs side by side.
+        xs: its input in parts, as :meth:`Operand.kept`.
+        gs: gradients of its outputs side by side, in the same parts.
         weights: its weights.
         dtype: of the input.
     """
+    each = [_backward(shape, x, g, weights, dtype) for x, g in zip(xs, gs, strict=True)]
+    summed = functools.reduce(jnp.add, (dw for _, dw in each))
+    like = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in weights]
+    (dweights,) = jax.linear_transpose(shape.columns, like)(summed)
+    largest = [
+        [each.largest for each in operand if each.largest is not None] for operand in (xs, gs)
+    ]
+    measured = None
+    if all(largest):
+        measured = jnp.stack([functools.reduce(jnp.maximum, each) for each in largest])
+    return [dx for dx, _ in each], tuple(Fp8Gradient(d, measured) for d in dweights)
+
+
+def _backward(
+    shape: Shape, x: Operand, g: Operand, weights: Sequence[Fp8Weight], dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Of one part: ``[m, in]`` in ``dtype``, and ``[in, out]`` of all weights, fp32."""
     recipe = weights[0].site.recipe
     joined = shape.columns([w.values for w in weights])
     dx = fp8_matmul(
@@ -244,38 +295,48 @@ def backward(
         jnp.float32,
         precise=True,
     )
-    like = [jax.ShapeDtypeStruct(w.shape, jnp.float32) for w in weights]
-    (dweights,) = jax.linear_transpose(shape.columns, like)(dw)
-    measured = None
-    if x.largest is not None and g.largest is not None:
-        measured = jnp.stack([x.largest, g.largest])
-    return dx, tuple(Fp8Gradient(d, measured) for d in dweights)
+    return dx, dw
+
+
+Parts = tuple[jax.Array, ...]
+Weights = tuple[Fp8Weight, ...]
+Gradients = tuple[Fp8Gradient, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(
-    shape: Shape, x: jax.Array, weights: tuple[Fp8Weight, ...], gradients: tuple[Fp8Gradient, ...]
-) -> tuple[jax.Array, ...]:
-    return _product_fwd(shape, x, weights, gradients)[0]
+def _product(shape: Shape, xs: Parts, weights: Weights, gradients: Gradients) -> list[Parts]:
+    return _product_fwd(shape, xs, weights, gradients)[0]
 
 
 def _product_fwd(
-    shape: Shape, x: jax.Array, weights: tuple[Fp8Weight, ...], gradients: tuple[Fp8Gradient, ...]
-) -> tuple[tuple[jax.Array, ...], Any]:
-    lead = x.shape[: x.ndim - shape.inputs]
-    q = operand(weights[0], x.reshape(math.prod(lead), -1), gradient=False)
-    outputs = forward(shape, q, weights, x.dtype)
-    return tuple(y.reshape(*lead, *y.shape[1:]) for y in outputs), (q.kept(), weights)
+    shape: Shape, xs: Parts, weights: Weights, gradients: Gradients
+) -> tuple[list[Parts], Any]:
+    leads = [x.shape[: x.ndim - shape.inputs] for x in xs]
+    rows = [(x.reshape(math.prod(lead), -1),) for x, lead in zip(xs, leads, strict=True)]
+    qs = operands(weights[0], rows, gradient=False, arrives=shape.arrives == "input")
+    outputs = [
+        tuple(y.reshape(*lead, *y.shape[1:]) for y in forward(shape, q, weights, xs[0].dtype))
+        for q, lead in zip(qs, leads, strict=True)
+    ]
+    return outputs, ([q.kept() for q in qs], weights)
 
 
-def _product_bwd(shape: Shape, residuals: Any, cotangents: tuple[jax.Array, ...]) -> Any:
-    x, weights = residuals
-    outputs = shape.outputs(weights)
-    lead = cotangents[0].shape[: cotangents[0].ndim - len(outputs[0])]
-    parts = [c.reshape(math.prod(lead), -1) for c in cotangents]
-    g = operand(weights[0], *parts, gradient=True)
-    dx, gradients = backward(shape, x, g, weights, parts[0].dtype)
-    return dx.reshape(*lead, *weights[0].shape[: shape.inputs]), None, gradients
+def _product_bwd(shape: Shape, residuals: Any, cotangents: list[Parts]) -> Any:
+    xs, weights = residuals
+    dims = len(shape.outputs(weights)[0])
+    leads = [each[0].shape[: each[0].ndim - dims] for each in cotangents]
+    rows = [
+        [c.reshape(math.prod(lead), -1) for c in each]
+        for each, lead in zip(cotangents, leads, strict=True)
+    ]
+    gs = operands(weights[0], rows, gradient=True, arrives=shape.arrives == "gradient")
+    dxs, gradients = backward(shape, xs, gs, weights, rows[0][0].dtype)
+    within = weights[0].shape[: shape.inputs]
+    return (
+        tuple(dx.reshape(*lead, *within) for dx, lead in zip(dxs, leads, strict=True)),
+        None,
+        gradients,
+    )
 
 
 _product.defvjp(_product_fwd, _product_bwd)

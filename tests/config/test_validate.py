@@ -196,12 +196,6 @@ REFUSED = {
         ["parallel.tp_comm_overlap is true", "2 stages", "chunks", "null or false"],
         ["parallel.tp_comm_overlap=null"],
     ),
-    "tp_comm_overlap_in_fp8": (
-        ["parallel.tp_comm_overlap=true", "parallel.tensor=2", "precision.fp8=current"],
-        8,
-        ["parallel.tp_comm_overlap is true", "precision.fp8 current", "null or false"],
-        ["parallel.tp_comm_overlap=false"],
-    ),
     "sequence_parallel_without_tensor": (
         ["parallel.sequence_parallel=true"],
         8,

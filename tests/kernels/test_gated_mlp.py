@@ -81,7 +81,7 @@ POLICIES = {
 def test_result_and_gradients_are_those_by_hand(name: str) -> None:
     policy, runs = POLICIES[name]
     x, up, down, g = operands()
-    mlp = lambda *a: gated_mlp.gated_mlp(*a)[0]  # noqa: E731
+    mlp = lambda x, *weights: gated_mlp.gated_mlp([x], *weights)[0]  # noqa: E731
     if policy is not None:
         mlp = jax.checkpoint(mlp, policy=policy, prevent_cse=False)
     y, vjp = jax.vjp(mlp, *(jnp.asarray(a) for a in (x, up, down)))

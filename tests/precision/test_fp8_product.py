@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtron.layers.linear import linear
+from jaxtron.layers.linear import linear, linear_of_parts
 from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Site, Fp8Weight
 from jaxtron.precision.quantise import E4M3, E5M2, amax, quantise, scale_of
 from tests.precision import emulation
@@ -91,6 +91,35 @@ def test_joined_weights_share_a_scale_and_are_used_in_part() -> None:
     assert error(dq, dw[:, :8].reshape(8, 4, 2)) < 1e-6
     assert error(dkv[:, :, 2:], dw[:, 8:].reshape(8, 2, 2, 2)) < 1e-6
     assert not np.any(np.asarray(dkv)[:, :, :2])
+
+
+@pytest.mark.parametrize("given", [None, [2.0**-7, 2.0**-24]], ids=["current", "delayed"])
+def test_parts_have_one_scale_and_are_measured_together(given: list[float] | None) -> None:
+    x, w, g = draw(6, 8), draw(8, 12), draw(6, 12) * 1e-6
+    x[4, 2], g[1, 3] = 9.0, -8e-6  # the largest of the input behind, that of the gradient before
+    (weight,) = fp8_weights([w])
+    if given is not None:
+        empty = Fp8Gradient(weight.gradient.weight, jnp.zeros(2))
+        weight = dataclasses.replace(weight, scales=jnp.asarray(given), gradient=empty)
+
+    def apply(parts: list[jax.Array], gradient: Fp8Gradient) -> list[jax.Array]:
+        products = linear_of_parts(parts, [dataclasses.replace(weight, gradient=gradient)])
+        return [y for (y,) in products]
+
+    def at(cuts: list[int]) -> Any:
+        parts, cotangents = (
+            [jnp.asarray(part) for part in np.split(whole, cuts)] for whole in (x, g)
+        )
+        ys, vjp = jax.vjp(apply, parts, weight.gradient)
+        dxs, d = vjp(cotangents)
+        return jnp.concatenate(ys), jnp.concatenate(dxs), d
+
+    (y, dx, d), (y_whole, dx_whole, d_whole) = at([2, 3]), at([])
+    np.testing.assert_array_equal(y, y_whole)
+    np.testing.assert_array_equal(dx, dx_whole)
+    assert error(d.weight, d_whole.weight) < 1e-6
+    if given is not None:
+        np.testing.assert_array_equal(d.amax, np.float32([9.0, 8e-6]))
 
 
 def test_several_input_dimensions() -> None:

@@ -140,6 +140,28 @@ def test_a_step_equals_that_of_one_device(
     )
 
 
+@pytest.mark.parametrize(
+    "parallel, precision",
+    [
+        ({"tensor": 2}, {"compute": "bf16"}),
+        ({"tensor": 4, "fsdp": 2}, {"fp8_amax_scope": "global"}),
+        ({"tensor": 8}, {}),
+    ],
+)
+def test_fp8_products_of_parts_are_those_of_whole_sequences(
+    parallel: dict[str, Any], precision: dict[str, Any]
+) -> None:
+    """But for sums in another order; a part's own scale would be off by a hundredth and more."""
+    precision = {"fp8": "current", **precision}
+    devices = jax.devices()[: int(np.prod(list(parallel.values())))]
+    parts, whole = (
+        run({**parallel, "tp_comm_overlap": in_parts}, devices, precision=precision)["grads"]
+        for in_parts in (True, False)
+    )
+    for a, b in zip(*map(jax.tree.leaves, (parts, whole)), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+
+
 def test_a_step_sends_all_that_it_gathered_and_scattered() -> None:
     def found(asked: bool) -> Any:
         parallel = {"tensor": 8, "tp_comm_overlap": asked}
