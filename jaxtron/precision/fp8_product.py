@@ -183,7 +183,7 @@ def operands(
     if weight.scales is None:
         axes = site.gradient_axes if gradient else site.input_axes
         if arrives and len(parts) > 1:
-            largest, axes = _amax(measured[0]), tuple({*axes, "tensor"})
+            largest, axes = _amax(measured[0]), tuple(dict.fromkeys((*axes, "tensor")))
         else:
             largest = functools.reduce(jnp.maximum, map(_amax, measured))
         scale = scale_of(lax.pmax(largest, axes) if axes else largest, dtype)
