@@ -17,7 +17,10 @@ from tests.trainer.runs import raw_config
 
 RUNTIME: dict[str, Any] = {"cpu_devices": 4, "heartbeat_timeout_s": 20}
 # Two microbatches of four rows, of which each process holds two.
-SHARDED: dict[str, Any] = {"parallel": {"fsdp": 4, "tensor": 2}, "train": {"num_microbatches": 2}}
+SHARDED: dict[str, Any] = {
+    "parallel": {"fsdp": 4, "tensor": 2, "tp_comm_overlap": True},
+    "train": {"num_microbatches": 2},
+}
 REPLICATED: dict[str, Any] = {
     "parallel": {"data": 2, "fsdp": 4, "data_sharding": "optim_grads_params"}
 }
