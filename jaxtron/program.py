@@ -28,7 +28,6 @@ from jaxtron.evaluation import eval_step, next_token_logits
 from jaxtron.kernels.attention import choose_backend
 from jaxtron.kernels.attention_spec import AttentionSpec
 from jaxtron.launch.xla_flags import (
-    StepKind,
     compiler_options,
     copies_permutations,
     step_flags,
@@ -47,7 +46,6 @@ from jaxtron.objective import Objective
 from jaxtron.parallel.batch import batch_placement
 from jaxtron.parallel.context.attention import ContextAttention
 from jaxtron.parallel.context.layout import context_layout
-from jaxtron.parallel.exchange import exchanges_in_process
 from jaxtron.parallel.microbatches import GradientPlan, Sequential
 from jaxtron.parallel.overlap import plan_overlap
 from jaxtron.parallel.param_layout import is_layout, param_layouts
@@ -56,10 +54,10 @@ from jaxtron.parallel.pipeline.layout import place_layers
 from jaxtron.parallel.pipeline.registry import find_schedule
 from jaxtron.parallel.pipeline.stack_order import StackOrder, stack_order
 from jaxtron.parallel.pipeline.state_order import StateOrder
-from jaxtron.parallel.pipeline.table import programs
 from jaxtron.parallel.reduction import plan_reduction
 from jaxtron.parallel.region import Region
 from jaxtron.parallel.state_sharding import with_shardings
+from jaxtron.parallel.step_kinds import step_kinds
 from jaxtron.parallel.tensor_parts import works_on_parts
 from jaxtron.precision.dtypes import DTYPES
 from jaxtron.precision.fp8_delayed import Scales
@@ -161,22 +159,10 @@ class Program:
             self.rules.axes("zero"),
             microbatches=self.batch_layout.num_microbatches if not ramp else None,
         )
-        rings = (
-            parallel.context_strategy == "ring"
-            and self.sizes["context"] > 1
-            and not parallel.dynamic_context  # not timed
+        kinds = step_kinds(
+            config, self.mesh, placement, exchange=reduction.exchange, in_parts=in_parts
         )
-        kinds: dict[StepKind, bool] = {
-            "branching": self.sizes["pipeline"] > 1 and len(programs(placement).stretches) > 1,
-            "exchange": exchanges_in_process(
-                self.mesh,
-                gradients=reduction.exchange,
-                ragged=config.model.moe_token_dispatcher_type == "ragged",
-            ),
-            "permutations": in_parts or rings,
-            "parts": in_parts and self.sizes["tensor"] > 2,
-        }
-        self.step_flags = step_flags(*compiler, [kind for kind in kinds if kinds[kind]])
+        self.step_flags = step_flags(*compiler, kinds)
         if self.step_flags:
             log_once(logger, f"the step is compiled with {' '.join(words(self.step_flags))}")
         self.plan = GradientPlan(

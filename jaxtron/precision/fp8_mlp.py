@@ -14,7 +14,8 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtron.layers.activation import gated, gated_gradients
-from jaxtron.precision.fp8_product import Shape, backward, forward, operands
+from jaxtron.precision.fp8_operand import operands
+from jaxtron.precision.fp8_product import Shape, backward, forward
 from jaxtron.precision.fp8_weight import Fp8Weight
 
 _SHAPE = Shape(1, (None,))

@@ -5,9 +5,8 @@ Input and weight are in the recipe's forward format, the gradient ``g`` in its b
 and results are in the dtype of ``x``, ``dw`` is in fp32. What the backward pass keeps of ``x`` is
 its FP8 form.
 
-Rows may come in parts, some of them before the others (``parallel/tensor_parts.py``). All have one
-scale, and the results are those of the rows together. The scale of parts that *arrive* comes from
-what the members of ``tensor`` begin with, each its own: nothing waits for another's part.
+Rows may come in parts, some of them before the others (``parallel/tensor_parts.py``): all have one
+scale (``fp8_operand.py``), and the results are those of the rows together.
 
 Hopper multiplies FP8 matrices only when both operands have the summed dimension last. Therefore a
 weight comes in both orientations, and ``x`` and ``g`` are transposed after the cast.
@@ -17,15 +16,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxtron.precision import fp8_te
+from jaxtron.precision.fp8_operand import Operand, operands
 from jaxtron.precision.fp8_weight import Fp8Gradient, Fp8Recipe, Fp8Weight
-from jaxtron.precision.quantise import amax, quantise, scale_of, values_of
+from jaxtron.precision.quantise import values_of
 
 Arrives = Literal["input", "gradient"]
 Own = tuple[Callable[[jax.Array, int], jax.Array], int]
@@ -81,24 +81,6 @@ class Shape:
         ]
 
 
-class Operand(NamedTuple):
-    """A matrix of activations or gradients in FP8.
-
-    Attributes:
-        bits: uint8 ``[m, n]``.
-        scale: of the values.
-        largest: magnitude before the cast, if it was asked for.
-    """
-
-    bits: jax.Array
-    scale: jax.Array
-    largest: jax.Array | None
-
-    def kept(self) -> "Operand":
-        """What a backward pass reads: transposed."""
-        return self._replace(bits=self.bits.T)
-
-
 def fp8_linear(
     parts: Sequence[jax.Array],
     weights: Sequence[Fp8Weight],
@@ -152,77 +134,6 @@ def fp8_matmul(
         precision=lax.Precision.HIGHEST if precise else lax.Precision.DEFAULT,
         preferred_element_type=dtype,
     )
-
-
-def operands(
-    weight: Fp8Weight,
-    parts: Sequence[Sequence[jax.Array]],
-    *,
-    gradient: bool,
-    arrives: bool = False,
-    compute: Callable[..., Sequence[jax.Array]] | None = None,
-) -> list[Operand]:
-    """Matrices in FP8 by one scale: a product's input in parts, or the gradient of its output.
-
-    Args:
-        weight: of the product.
-        parts: of the rows; per part matrices ``[m, n_i]``, to be put side by side, or what
-            ``compute`` takes.
-        gradient: which of the two it is.
-        arrives: whether parts behind the first come from other members of ``tensor``.
-        compute: gives the matrices. It is called twice, for the largest magnitude and for the cast:
-            what is cheap to compute costs less so than written once and read back.
-    """
-    site, recipe = weight.site, weight.site.recipe
-    dtype = recipe.backward if gradient else recipe.forward
-    made = measured = list(parts)
-    if compute is not None:
-        made = measured = [compute(*part) for part in parts]
-        if recipe.backend == "xla":  # behind a barrier, or XLA would see that both are the same
-            measured = [compute(*lax.optimization_barrier(tuple(part))) for part in parts]
-    if weight.scales is None:
-        axes = site.gradient_axes if gradient else site.input_axes
-        if arrives and len(parts) > 1:
-            largest, axes = _amax(measured[0]), tuple(dict.fromkeys((*axes, "tensor")))
-        else:
-            largest = functools.reduce(jnp.maximum, map(_amax, measured))
-        scale = scale_of(lax.pmax(largest, axes) if axes else largest, dtype)
-    else:
-        scale = weight.scales[int(gradient)]
-    return [_cast(weight, *each, scale, dtype) for each in zip(made, measured, strict=True)]
-
-
-def _cast(
-    weight: Fp8Weight,
-    matrices: Sequence[jax.Array],
-    measured: Sequence[jax.Array],
-    scale: jax.Array,
-    dtype: Any,
-) -> Operand:
-    if weight.site.recipe.backend == "te":
-        bits, met = fp8_te.cast(_side_by_side(matrices), scale, dtype)
-    else:
-        bits = _side_by_side([quantise(matrix, scale, dtype) for matrix in matrices])
-        met = _amax(measured)
-    # Behind a barrier, because XLA would cast and transpose in one kernel, which takes longer than
-    # two: it transposes bytes fast, and what it computes on the way slowly.
-    return Operand(lax.optimization_barrier(bits), scale, None if weight.scales is None else met)
-
-
-def _amax(parts: Sequence[jax.Array]) -> jax.Array:
-    """Largest magnitude of matrices; those of one shape are reduced in one pass."""
-    shapes = {part.shape for part in parts}
-    return functools.reduce(
-        jnp.maximum,
-        [
-            amax(functools.reduce(jnp.maximum, [jnp.abs(p) for p in parts if p.shape == shape]))
-            for shape in sorted(shapes)
-        ],
-    )
-
-
-def _side_by_side(parts: Sequence[jax.Array]) -> jax.Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
 def forward(shape: Shape, x: Operand, weights: Sequence[Fp8Weight], dtype: Any) -> list[jax.Array]:
