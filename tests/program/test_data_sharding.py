@@ -196,19 +196,27 @@ def test_the_backward_keeps_weights_of_layers_as_shards_only_when_resharding(res
         assert kept > 0.99 * matrices
 
 
-def test_resharding_does_not_gather_the_sequence_again() -> None:
-    """Sequence parallelism's gathers of activations are the same with and without it."""
-    counts = []
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_resharding_does_not_gather_the_sequence_again(in_parts: bool) -> None:
+    """Sequence parallelism's gathers of activations, or sends, are the same with and without it."""
+    found = []
     for level in ("optim", "optim_grads_params"):
         config = make_config(
             model={"num_layers": 3},
-            parallel={"fsdp": 4, "tensor": 2, "data_sharding": level},
+            parallel={
+                "fsdp": 4,
+                "tensor": 2,
+                "data_sharding": level,
+                "tp_comm_overlap": in_parts,
+            },
         )
-        found = collectives(lower(config))
-        counts.append(count(found, "all_gather"))
-    optim, params = counts
+        found.append(collectives(lower(config)))
     # one microbatch: loop 1 is the loop over layers
-    assert params[1] == optim[1] + 2 * LAYER_MATRICES
+    optim, params = (count(each, "all_gather") for each in found)
+    assert params[1] == optim.get(1, 0) + 2 * LAYER_MATRICES
+    sent, sent_with = (count(each, "collective_permute") for each in found)
+    assert sent == sent_with
+    assert bool(sent) == in_parts
 
 
 @pytest.mark.parametrize(
