@@ -34,8 +34,8 @@ class TrainConfig:
     microbatches_at_once: int = key(
         1,
         "Microbatches computed side by side, so that collectives of one (of tensor, context and "
-        "expert parallelism) run beside the products of another; with sequence parallelism in "
-        "turns, block by block. Memory holds the activations of all of them.",
+        "expert parallelism) can run beside the products of another. Memory holds the activations "
+        "of all of them.",
         ge=1,
     )
     seed: int = key(1234, "Seed of initial weights, data order and dropout.", ge=0)

@@ -1,6 +1,7 @@
 """Compiler flags: a table by GPU and JAX version, and how it combines with the user's flags.
 
-A row stands here only while a measurement says that it helps; without one XLA's own default holds.
+A row stands here only while a measurement says that it helps, or where its text says so a compiled
+step; without one XLA's own default holds.
 """
 
 import difflib
