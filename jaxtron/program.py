@@ -133,7 +133,6 @@ class Program:
             parallel,
             self.mesh,
             sequence_parallel=sequence_parallel,
-            fp8=precision.fp8 is not None,
             copies=copies_permutations(*compiler),
         )
         self.region = Region(self.sizes, sequence_parallel, in_parts)

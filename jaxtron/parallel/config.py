@@ -49,7 +49,7 @@ class ParallelConfig:
         None,
         "With sequence parallelism, let tensor-parallel blocks work on parts of the sequence as "
         "they arrive from the other devices, and send results while the next is computed; null: "
-        "where copy engines can send (one process with all GPUs), in bf16 and without a pipeline.",
+        "where copy engines can send (one process with all GPUs), without a pipeline.",
     )
     context_strategy: ContextStrategy = key(
         "all_gather",

@@ -30,7 +30,7 @@ Parts = tuple[jax.Array, ...]
 
 
 def works_on_parts(
-    parallel: ParallelConfig, mesh: Mesh, *, sequence_parallel: bool, fp8: bool, copies: bool
+    parallel: ParallelConfig, mesh: Mesh, *, sequence_parallel: bool, copies: bool
 ) -> bool:
     """``parallel.tp_comm_overlap``, with null decided.
 
@@ -38,14 +38,13 @@ def works_on_parts(
         parallel: the configuration; checked.
         mesh: of the job.
         sequence_parallel: whether the residual stream is split over ``tensor``.
-        fp8: whether layers multiply in FP8.
         copies: whether copy engines do permutations within a process.
     """
     if not sequence_parallel:
         return False
     copied = copies and len({device.process_index for device in mesh.devices.flat}) == 1
     asked = parallel.tp_comm_overlap
-    found = copied and mesh.shape["pipeline"] == 1 and not fp8 if asked is None else asked
+    found = copied and mesh.shape["pipeline"] == 1 if asked is None else asked
     if found:
         how = (" by copy engines" if copied else "") + (" (auto)" if asked is None else "")
         log_once(logger, f"tensor-parallel blocks work on parts as they arrive, sent{how}")

@@ -180,7 +180,7 @@ def test_a_step_sends_all_that_it_gathered_and_scattered() -> None:
 def decided(asked: str, mesh: Any, **given: bool) -> bool:
     overrides = ["parallel.tensor=2", f"parallel.tp_comm_overlap={asked}"]
     parallel = load_config({"preset": "tiny"}, overrides).parallel
-    facts = {"sequence_parallel": True, "fp8": False, "copies": True, **given}
+    facts = {"sequence_parallel": True, "copies": True, **given}
     return works_on_parts(parallel, mesh, **facts)
 
 
@@ -190,7 +190,6 @@ def decided(asked: str, mesh: Any, **given: bool) -> bool:
         (mesh_of(4, tensor=4), {}, True),
         (mesh_of(8, tensor=2, fsdp=2, context=2), {}, True),
         (mesh_of(4, tensor=4), {"copies": False}, False),
-        (mesh_of(4, tensor=4), {"fp8": True}, False),
         (mesh_of(4, tensor=4), {"sequence_parallel": False}, False),
         (mesh_of(4, tensor=2, pipeline=2), {}, False),
         (mesh_of(4, tensor=4, data=2), {}, False),  # several processes
