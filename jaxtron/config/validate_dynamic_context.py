@@ -31,7 +31,7 @@ def _axes_fit(config: Config, axes: Axes) -> Iterator[str]:
         yield (
             "parallel.dynamic_context is true and model.moe_router_load_balancing_type is "
             "global_aux_loss: loads are not carried from one part of a step to the next; set the "
-            "type to seq_aux_loss or aux_loss, or parallel.dynamic_context to false"
+            "type to aux_loss (over a microbatch) or none, or parallel.dynamic_context to false"
         )
     if context == 1:
         yield (

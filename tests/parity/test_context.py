@@ -28,9 +28,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hierarchical": {"context_all_to_all": 2},
 }
 
-# Among these: every size, every strategy beside every other axis, packed and plain rows, grouped
-# heads, sliding window, norms of queries and keys, dropout, learned positions, every level of data
-# sharding, every kind of recomputation, and both layer loops.
+# Among these: every strategy with every other axis (all_gather with fsdp and pipeline in FOUR_AXES),
+# every strategy alone with the most devices that the product has it on, every size, packed, cut and
+# plain rows, grouped heads, sliding window, norms of queries and keys, dropout, learned positions,
+# every level of data sharding, every kind of recomputation, and both layer loops. Eight members
+# beside another axis take 16 devices; they are in the full product.
 DEFAULT: dict[str, dict[str, Any]] = {
     "ring2-grouped": {
         "parallel": {"context": 2, "context_strategy": "ring"},
@@ -102,6 +104,51 @@ DEFAULT: dict[str, dict[str, Any]] = {
         "train": {"num_microbatches": 2, "recompute": {"core_attn": "save"}},
         "loss": {"reduction": "microbatch", "z_loss_coeff": 0.01},
     },
+    "ring4-data2-packed": {
+        "parallel": {"context": 4, "context_strategy": "ring", "data": 2},
+        "data": PACKED,
+        "train": {"num_microbatches": 2},
+    },
+    "all_gather8": {"parallel": {"context": 8}, "model": {"qk_layernorm": True}},
+    "all_to_all8-packed": {
+        "parallel": {"context": 8, "context_strategy": "all_to_all"},
+        "model": HEADS,
+        "data": PACKED,
+    },
+    "all_to_all2-data2-pipeline2": {
+        "parallel": {
+            "context": 2,
+            "context_strategy": "all_to_all",
+            "data": 2,
+            "pipeline": 2,
+        },
+        "train": {"num_microbatches": 4},
+    },
+    "hierarchical8-packed": {
+        "parallel": {"context": 8, "context_strategy": "hierarchical", "context_all_to_all": 2},
+        "data": PACKED,
+        "train": {"num_microbatches": 2},
+    },
+    "hierarchical4-tensor2-packed": {
+        "parallel": {
+            "context": 4,
+            "context_strategy": "hierarchical",
+            "context_all_to_all": 2,
+            "tensor": 2,
+        },
+        "model": HEADS,
+        "data": PACKED,
+    },
+    "hierarchical4-fsdp2-scattered-gradients": {
+        "parallel": {
+            "context": 4,
+            "context_strategy": "hierarchical",
+            "context_all_to_all": 2,
+            "fsdp": 2,
+            "data_sharding": "optim_grads",
+        },
+        "train": {"num_microbatches": 2},
+    },
 }
 
 
@@ -145,27 +192,36 @@ def _check_on_sixteen_devices(arm: str) -> None:
 # -- odd batches -------------------------------------------------------------------------------
 
 
-def _config(strategy: str | None) -> Any:
-    parallel = {}
+BESIDE = {"all_gather": "tensor", "ring": "fsdp", "all_to_all": "tensor", "hierarchical": "data"}
+
+
+def _config(strategy: str | None, packed: bool = False) -> Any:
+    """Plain rows on four members of ``context`` alone, packed ones beside another axis."""
+    parallel: dict[str, Any] = {}
     if strategy is not None:
         parallel = {"context": 4, "context_strategy": strategy, **STRATEGIES[strategy]}
-    return make_config(model={**HEADS, "num_layers": 2}, parallel=parallel)
+        parallel |= {BESIDE[strategy]: 2} if packed else {}
+    data = PACKED if packed else {}
+    return make_config(model={**HEADS, "num_layers": 2}, parallel=parallel, data=data)
 
 
 @functools.cache
-def _program(strategy: str | None) -> tuple[Program, Any, Any]:
-    program = Program(_config(strategy), jax.devices()[: 1 if strategy is None else 4])
+def _program(strategy: str | None, packed: bool = False) -> tuple[Program, Any, Any]:
+    devices = 1 if strategy is None else 8 if packed else 4
+    program = Program(_config(strategy, packed), jax.devices()[:devices])
     return program, jax.jit(program.loss_and_gradients), initial_state(program)["params"]
 
 
-def _loss(strategy: str | None, batch: dict[str, np.ndarray]) -> tuple[float, int, Any]:
-    program, function, params = _program(strategy)
+def _loss(
+    strategy: str | None, batch: dict[str, np.ndarray], packed: bool = False
+) -> tuple[float, int, Any]:
+    program, function, params = _program(strategy, packed)
     loss, tokens, grads = function(params, rows_of(program, batch))
     return float(loss), int(tokens), jax.tree.map(np.asarray, grads)
 
 
-def _masked(case: str) -> dict[str, np.ndarray]:
-    batch = make_batch(_config(None), ragged=False)
+def _masked(case: str, packed: bool = False) -> dict[str, np.ndarray]:
+    batch = make_batch(_config(None, packed), ragged=False)
     mask = np.zeros_like(batch["loss_mask"])
     if case == "shards without any valid token":
         mask[:, 1:2] = 1  # member 0's first chunk of 4 members
@@ -186,11 +242,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed beside another axis"])
 @pytest.mark.parametrize("case", CASES)
-def test_sparse_loss_masks_equal_one_device(case: str, strategy: str) -> None:
-    batch = _masked(case)
-    loss, tokens, grads = _loss(strategy, batch)
-    want_loss, want_tokens, want_grads = _loss(None, batch)
+def test_sparse_loss_masks_equal_one_device(case: str, packed: bool, strategy: str) -> None:
+    batch = _masked(case, packed)
+    loss, tokens, grads = _loss(strategy, batch, packed)
+    want_loss, want_tokens, want_grads = _loss(None, batch, packed)
     assert tokens == want_tokens == int(batch["loss_mask"].sum())
     np.testing.assert_allclose(loss, want_loss, rtol=1e-6)
     assert_close_leaves(grads, want_grads, 2e-5, "gradient")
@@ -200,12 +257,13 @@ def test_sparse_loss_masks_equal_one_device(case: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_pad_ids_change_nothing(strategy: str) -> None:
-    batch = _masked("odd real lengths, padded")
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed beside another axis"])
+def test_pad_ids_change_nothing(packed: bool, strategy: str) -> None:
+    batch = _masked("odd real lengths, padded", packed)
     padding = batch["loss_mask"] == 0
     other = {name: np.where(padding, 7, batch[name]) for name in ("tokens", "labels")}
     assert np.any(other["tokens"] != batch["tokens"])
-    before, after = _loss(strategy, batch), _loss(strategy, {**batch, **other})
+    before, after = (_loss(strategy, rows, packed) for rows in (batch, {**batch, **other}))
     assert before[0] == after[0]
     for a, b in zip(jax.tree.leaves(before[2]), jax.tree.leaves(after[2]), strict=True):
         np.testing.assert_array_equal(a, b)
