@@ -1,9 +1,10 @@
 """The training loop: data, step, metrics, evaluation, checkpoints. No parallelism in it."""
 
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,9 +104,10 @@ class Trainer:
             ),
             start_step=start,
         )
-        with self.checkpointer, logger:
+        source = contextlib.closing(self._train_batches(start, consumed))
+        with self.checkpointer, logger, source as ready:
             logger.write_config(to_dict(config))
-            return self._loop(state, start, consumed, logger)
+            return self._loop(ready, state, start, consumed, logger)
 
     @property
     def _trained(self) -> Any:
@@ -182,20 +184,20 @@ class Trainer:
 
     # -- loop ----------------------------------------------------------------------------------
 
-    def _train_batches(self, step: int, consumed: int) -> Iterator[Any]:
+    def _train_batches(self, step: int, consumed: int) -> Generator[Any, None, None]:
         """Batches of the steps after ``step``, which grow as ``train.rampup_batch_size`` says."""
         for size, count in self.program.batch_schedule.rest(step, self.config.train.steps):
-            source = self._batches(self.datasets.train, consumed, size)
-            for _ in range(count):
-                batch = next(source, None)
-                if batch is None:
-                    return
-                yield batch
+            with contextlib.closing(self._batches(self.datasets.train, consumed, size)) as source:
+                for _ in range(count):
+                    batch = next(source, None)
+                    if batch is None:
+                        return
+                    yield batch
             consumed += size * count
 
     def _batches(
         self, dataset: Any, start_sample: int, size: int, *, evaluation: bool = False
-    ) -> Iterator[Any]:
+    ) -> Generator[Any, None, None]:
         data = self.config.data
         rows: Sequence[int] = self.program.placement.rows_of(size)
         stage = None
@@ -215,13 +217,15 @@ class Trainer:
             stage=stage,
         )
 
-    def _loop(self, state: State, start: int, consumed: int, logger: RunLogger) -> Result:
+    def _loop(
+        self, batches: Iterator[Any], state: State, start: int, consumed: int, logger: RunLogger
+    ) -> Result:
         config, program, exits = self.config, self.program, self.exits
         trained = self._trained
         profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
         step, loss, eval_loss, skipped = start, None, None, 0
         checked: int | None = None  # rows of a step that has been found to fit
-        source = exits.breakable(self._train_batches(step, consumed))
+        source = exits.breakable(batches)
         ahead = self._next(source, step)
         clock = _StepClock()
         # A step whose metrics are still on the device: its number, samples to its end, its rows,
@@ -358,15 +362,15 @@ class Trainer:
         """
         batches_read = None if self.config.eval.full_validation else self.config.eval.iters
         size = self.config.train.global_batch_size
-        source = itertools.islice(self._batches(dataset, 0, size, evaluation=True), batches_read)
         total, tokens = 0.0, 0
-        for batch in self.exits.breakable(source):
-            loss, count = self.program.eval_step(state["params"], self.program.place(batch))
-            answer = self.exits.ask(signals_only=True)
-            self.watchdog.begin("evaluating a batch")
-            total += float(loss)
-            tokens += int(count)
-            self.exits.hear(answer)
+        with contextlib.closing(self._batches(dataset, 0, size, evaluation=True)) as source:
+            for batch in self.exits.breakable(itertools.islice(source, batches_read)):
+                loss, count = self.program.eval_step(state["params"], self.program.place(batch))
+                answer = self.exits.ask(signals_only=True)
+                self.watchdog.begin("evaluating a batch")
+                total += float(loss)
+                tokens += int(count)
+                self.exits.hear(answer)
         if tokens == 0:
             raise DataError(f"{dataset.name}: evaluation found no token to predict")
         return total, tokens

@@ -10,8 +10,9 @@ import functools
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -44,7 +45,7 @@ def batches(
     num_threads: int = 1,
     prefetch: int = 2,
     stage: Callable[[Batch], Any] | None = None,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Iterate over the global batches from `start_sample` on, this process's rows of each.
 
     Args:
@@ -65,7 +66,7 @@ def batches(
         stage: what is made of each batch, by those who read.
 
     Returns:
-        Batches of arrays `[len(rows), …]`, the keys of the dataset's rows, or what `stage` makes of
+        To be closed when it is not read to its end. Batches of arrays `[len(rows), …]`, the keys of the dataset's rows, or what `stage` makes of
         them.
 
     Raises:
@@ -112,16 +113,18 @@ def batches(
     return _iterate(iterable)
 
 
-def _iterate(iterable: grain.IterDataset) -> Iterator[Any]:
+def _iterate(iterable: grain.IterDataset) -> Generator[Any, None, None]:
     iterator = iter(iterable)
     try:
         yield from iterator
     finally:
         # Stops threads and workers when the caller ends early, and waits for the reads under way: a
-        # stalled one must not keep a run from being saved.
-        closing = threading.Thread(target=iterator.close, daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
+        # stalled one must not keep a run from being saved. Of an interpreter that ends (nobody
+        # closed this iterator), threads no longer run, and to start one would wait for ever.
+        if not sys.is_finalizing():
+            closing = threading.Thread(target=iterator.close, daemon=True)
+            closing.start()
+            closing.join(_CLOSE_S)
 
 
 def _start_resource_tracker() -> None:

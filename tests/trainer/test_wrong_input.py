@@ -104,6 +104,40 @@ def test_real_process_reports_and_exits_with_2(tmp_path):
     assert finished.stdout == ""
 
 
+FAILS_WHEN_TRACED = """
+import sys
+from jaxtron import train
+from jaxtron.cli import run
+from jaxtron.program import Program
+
+def fail(*_):
+    raise RuntimeError("no such kernel")
+
+Program._train_step = fail
+if __name__ == "__main__":
+    sys.exit(run(train.main, sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_process_ends_with_the_error_that_nobody_expected(tmp_path, workers):
+    """Its data is still being read ahead then."""
+    write_corpus(tmp_path)
+    file, script = tmp_path / "config.yaml", tmp_path / "fails.py"
+    file.write_text(yaml.safe_dump(raw_config(tmp_path, parallel={"fsdp": -1})))
+    script.write_text(FAILS_WHEN_TRACED)
+    finished = subprocess.run(
+        [sys.executable, str(script), "--config", str(file), f"data.num_workers={workers}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert finished.returncode == 1
+    assert "\nRuntimeError: no such kernel\n" in finished.stderr
+    assert "Exception ignored" not in finished.stderr
+
+
 def test_documents_of_the_corpus_are_what_the_tests_say(tmp_path):
     """Guards the two tests above."""
     dataset = IndexedDataset(write_corpus(tmp_path, documents=20, largest_id=VOCAB))
