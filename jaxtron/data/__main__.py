@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxtron.data import inspect, merge, preprocess, train_tokenizer
+from jaxtron.data import inspect_command, merge, preprocess, train_tokenizer
 
 
 class Command(NamedTuple):
@@ -33,10 +33,12 @@ _COMMANDS = {
         "--output-prefix data/all_text_document",
     ),
     "inspect": Command(
-        inspect.add_arguments,
-        inspect.run,
-        "Show sizes, document lengths, ids out of range and decoded samples of a dataset.",
-        "jaxtron data inspect data/corpus_text_document --tokenizer llama3/ --html corpus.html",
+        inspect_command.add_arguments,
+        inspect_command.run,
+        "Show sizes, document lengths, ids out of range and decoded samples of a dataset; of "
+        "conversations, what fine-tuning will train.",
+        "jaxtron data inspect data/corpus_text_document --tokenizer llama3/ --html corpus.html; or "
+        "jaxtron data inspect chats.jsonl --tokenizer llama3/ --chat-template llama3",
     ),
     "train-tokenizer": Command(
         train_tokenizer.add_arguments,

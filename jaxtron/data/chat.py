@@ -7,16 +7,20 @@ not.
 """
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtron.data.documents import BadRecord, Record
+from jaxtron.data.documents import BadRecord, Record, Source, read_blocks
 from jaxtron.data.tokenizers import Tokenizer
-from jaxtron.errors import ConfigError
+from jaxtron.errors import ConfigError, DataError
 from jaxtron.nearest import nearest
+
+Conversation = list[tuple[str, str]] | str
+"""``(role, content)`` of every message, or the text of a plain document."""
 
 Tokens = tuple[NDArray[np.int32], NDArray[np.bool_]]
 """Token ids ``[n]`` and whether each is trained."""
@@ -48,30 +52,42 @@ TEMPLATES = {
 """Templates by name."""
 
 
-def chat_template(given: str | dict[str, str]) -> ChatTemplate:
-    """The template of ``data.chat_template``: a name, or the four texts.
+def chat_template(given: str | dict[str, str], key: str = "data.chat_template") -> ChatTemplate:
+    """The template that a key or option names: a name, or the four texts.
 
     Raises:
         ConfigError: no such template, or texts with other names.
     """
     if isinstance(given, str):
         if given not in TEMPLATES:
-            raise ConfigError(
-                f"data.chat_template: no template {given!r}; {nearest(given, TEMPLATES)}"
-            )
+            raise ConfigError(f"{key}: no template {given!r}; {nearest(given, TEMPLATES)}")
         return TEMPLATES[given]
     fields = ("start", "header", "end", "after")
     unknown = [name for name in given if name not in fields]
     if unknown or "header" not in given or "end" not in given:
         wrong = f"has {', '.join(unknown)}" if unknown else "lacks header or end"
         raise ConfigError(
-            f"data.chat_template {wrong}: give the texts header and end (and start and after, if "
+            f"{key} {wrong}: give the texts header and end (and start and after, if "
             "any) of a turn, or the name of a template: " + ", ".join(TEMPLATES)
         )
     return ChatTemplate(**{name: given.get(name, "") for name in fields})
 
 
-def parse_messages(record: Record) -> list[tuple[str, str]] | str:
+def read_conversations(sources: Iterable[Source]) -> Iterator[tuple[Record, Conversation]]:
+    """Every record of some files, in order, and the conversation or document that it holds.
+
+    Raises:
+        DataError: a file cannot be read, or a record is malformed (file, line, reason).
+    """
+    for block in read_blocks(sources):
+        for record in block.records:
+            try:
+                yield record, parse_messages(record)
+            except BadRecord as bad:
+                raise DataError(bad.message) from None
+
+
+def parse_messages(record: Record) -> Conversation:
     """``[(role, content), ...]`` of a conversation, or the text of a plain document.
 
     Raises:
@@ -112,9 +128,7 @@ def parse_messages(record: Record) -> list[tuple[str, str]] | str:
     return turns
 
 
-def encode(
-    conversation: list[tuple[str, str]] | str, template: ChatTemplate, tokenizer: Tokenizer
-) -> Tokens:
+def encode(conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer) -> Tokens:
     """Token ids of a conversation or document, and which are trained.
 
     Header, content, end and what follows are tokenised one by one, so the border of what is

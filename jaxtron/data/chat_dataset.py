@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxtron.data.blend import Entry
-from jaxtron.data.chat import ChatTemplate, Tokens, chat_template, encode, parse_messages
+from jaxtron.data.chat import ChatTemplate, Tokens, chat_template, encode, read_conversations
 from jaxtron.data.config import DataConfig
-from jaxtron.data.documents import BadRecord, Source, find_sources, read_blocks
+from jaxtron.data.documents import Source, find_sources
 from jaxtron.data.masks import Row
 from jaxtron.data.packing import PACKINGS, packed_row
 from jaxtron.data.source import RowDataset
@@ -220,27 +220,23 @@ def read_documents(
     """
     documents: list[Tokens] = []
     cut = empty = 0
-    for block in read_blocks(sources):
-        for record in block.records:
-            try:
-                tokens, trained = encode(parse_messages(record), template, tokenizer)
-            except BadRecord as bad:
-                raise DataError(bad.message) from None
-            if len(tokens) > seq_length + 1:
-                if overlong == "error":
-                    raise DataError(
-                        f"{record.where}: {len(tokens)} tokens do not fit a row of data.seq_length "
-                        f"{seq_length}; set data.seq_length to at least {len(tokens) - 1}, or "
-                        "data.overlong to truncate or drop"
-                    )
-                cut += 1
-                if overlong == "drop":
-                    continue
-                tokens, trained = tokens[: seq_length + 1], trained[: seq_length + 1]
-            if not trained[1:].any():
-                empty += 1
+    for record, conversation in read_conversations(sources):
+        tokens, trained = encode(conversation, template, tokenizer)
+        if len(tokens) > seq_length + 1:
+            if overlong == "error":
+                raise DataError(
+                    f"{record.where}: {len(tokens)} tokens do not fit a row of data.seq_length "
+                    f"{seq_length}; set data.seq_length to at least {len(tokens) - 1}, or "
+                    "data.overlong to truncate or drop"
+                )
+            cut += 1
+            if overlong == "drop":
                 continue
-            documents.append((tokens, trained))
+            tokens, trained = tokens[: seq_length + 1], trained[: seq_length + 1]
+        if not trained[1:].any():
+            empty += 1
+            continue
+        documents.append((tokens, trained))
     names = ", ".join(str(source.path) for source in sources)
     if cut:
         done = {"drop": "left out", "truncate": "cut"}[overlong]

@@ -3,6 +3,7 @@
 from html import escape
 
 from jaxtron.data.inspect import Report
+from jaxtron.data.inspect_parts import Lengths
 
 _STYLE = """
 :root { color-scheme: light dark; --bar: #3b6fb6; --muted: #6b7280; --bad: #b42318; }
@@ -48,21 +49,21 @@ def page(report: Report) -> str:
     if report.bad_ids:
         items = "\n".join(f"<li>{escape(line)}</li>" for line in report.bad_id_lines())
         parts += ["<h2 class='bad'>Ids out of range</h2>", f"<ul class='bad'>\n{items}\n</ul>"]
-    parts += ["<h2>Documents by length [tokens]</h2>", _histogram(report)]
+    parts += ["<h2>Documents by length [tokens]</h2>", _histogram(report.lengths)]
     if report.samples:
         parts.append("<h2>Samples</h2>")
     for sample in report.samples:
-        parts.append(f"<div>document {sample.document}, {sample.tokens} tokens</div>")
+        parts.append(f"<div>{escape(sample.heading)}</div>")
         # A leading newline directly after <pre> is dropped by HTML, so give it one to drop.
         parts.append(f"<pre>\n{escape(sample.text)}</pre>")
     parts += ["</body>", "</html>"]
     return "\n".join(parts) + "\n"
 
 
-def _histogram(report: Report) -> str:
-    most = max((b.documents for b in report.histogram), default=1)
+def _histogram(lengths: Lengths) -> str:
+    most = max((b.documents for b in lengths.histogram), default=1)
     rows = []
-    for number, b in enumerate(report.histogram):
+    for number, b in enumerate(lengths.histogram):
         top = number * _ROW
         width = b.documents / most * _BARS
         rows.append(

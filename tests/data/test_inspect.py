@@ -9,8 +9,9 @@ import pytest
 import jaxtron.data.inspect as inspect_module
 from jaxtron.data.__main__ import main
 from jaxtron.data.indexed import IndexedDatasetWriter
-from jaxtron.data.inspect import Bin, inspect
+from jaxtron.data.inspect import inspect
 from jaxtron.data.inspect_page import page
+from jaxtron.data.inspect_parts import Bin
 from jaxtron.data.tokenizers import load_tokenizer
 from jaxtron.errors import DataError, JaxtronError
 
@@ -30,8 +31,9 @@ def test_sizes_lengths_and_ids_are_counted(tmp_path):
     prefix = build(tmp_path / "d", [[[5], [6, 7]], [], [[8, 9, 10, 11]], [[12] * 9]])
     report = inspect(prefix)
     assert (report.documents, report.sequences, report.tokens) == (4, 4, 16)
-    assert (report.length_min, report.length_median, report.length_max) == (0, 3.5, 9)
-    assert report.length_mean == 4.0
+    lengths = report.lengths
+    assert (lengths.minimum, lengths.median, lengths.maximum) == (0, 3.5, 9)
+    assert lengths.mean == 4.0
     assert (report.id_min, report.id_max, report.dtype) == (5, 12, "int32")
     assert report.vocab_size is None
     assert report.num_bad_ids == 0
@@ -40,7 +42,7 @@ def test_sizes_lengths_and_ids_are_counted(tmp_path):
 def test_histogram_bins_are_powers_of_two(tmp_path):
     lengths = [1, 2, 3, 4, 7, 8, 16, 31, 0]
     prefix = build(tmp_path / "d", [[[1] * n] for n in lengths])
-    assert inspect(prefix).histogram == [
+    assert inspect(prefix).lengths.histogram == [
         Bin(0, 0, 1),
         Bin(1, 1, 1),
         Bin(2, 3, 2),
@@ -88,7 +90,7 @@ def test_tokenizer_decodes_samples_and_sets_the_range(tmp_path, capsys):
 def test_long_samples_are_cut_and_marked(tmp_path):
     report = inspect(build(tmp_path / "d", words("x" * 5000)), tokenizer=load_tokenizer("byte"))
     (sample,) = report.samples
-    assert sample.tokens == 5000
+    assert sample.heading == "document 0, 5000 tokens"
     assert sample.text == "x" * 160 + " …"
 
 
@@ -102,7 +104,7 @@ def test_dataset_without_documents_is_reported_too(tmp_path):
     prefix = build(tmp_path / "d", [])
     report = inspect(prefix, vocab_size=10)
     assert (report.documents, report.tokens, report.id_min) == (0, 0, None)
-    assert report.histogram == report.samples == []
+    assert report.lengths.histogram == report.samples == []
     assert "documents            0" in report.text()
     assert "<svg" in page(report)
 
