@@ -50,7 +50,7 @@ class StepTiming:
         loss: of the last timed step.
         grad_norm: of the first step.
         layout: mesh axes above 1 and how state is sharded.
-        microbatches: per step.
+        microbatches: per step; None: a scheduler makes them (``parallel.dynamic_context``).
         kernels: who computes attention and the matrix products, and the loss's chunks.
         device: device kind, and how many.
         versions: of Python, JAX's libraries, and CUDA's where there are GPUs.
@@ -71,7 +71,7 @@ class StepTiming:
     loss: float
     grad_norm: float
     layout: dict[str, Any]
-    microbatches: int
+    microbatches: int | None
     kernels: dict[str, str]
     device: str
     versions: dict[str, str]
@@ -98,8 +98,9 @@ class StepTiming:
         def listed(entries: Mapping[str, Any]) -> str:
             return ", ".join(f"{name} {value}" for name, value in entries.items())
 
+        count = "by documents" if self.microbatches is None else self.microbatches
         return [
-            f"layout: {listed(self.layout)}, microbatches {self.microbatches}",
+            f"layout: {listed(self.layout)}, microbatches {count}",
             f"kernels: {listed(self.kernels)}",
             f"flags: {self.xla_flags or 'none'}",
             f"versions: {listed(self.versions)}; {self.device}",
@@ -278,7 +279,7 @@ def time_step(
         loss=float(metrics["loss"]),
         grad_norm=grad_norm,
         layout=layout,
-        microbatches=program.batch_layout.num_microbatches,
+        microbatches=None if stage is not None else program.batch_layout.num_microbatches,
         kernels=kernels_of(program),
         device=f"{len(devices)} x {kind}" + ("" if peak_tflops(kind) else " (peak unknown)"),
         versions=versions(devices[0].platform),

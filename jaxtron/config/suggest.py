@@ -10,6 +10,8 @@ _FROM_MEGATRON = {
     "num_virtual_stages_per_pipeline_rank": "parallel.virtual_pipeline",
     "pipeline_model_parallel_layout": "parallel.pipeline_layout",
     "context_parallel_size": "parallel.context",
+    "cp_comm_type": "parallel.context_strategy",
+    "hierarchical_context_parallel_sizes": "parallel.context_all_to_all",
     "expert_model_parallel_size": "parallel.expert",
     "data_parallel_size": "parallel.fsdp",
     "use_distributed_optimizer": "parallel.data_sharding",

@@ -71,6 +71,12 @@ def _rows_fit(config: Config, axes: Axes) -> Iterator[str]:
             f"parallel.tensor {tensor}): "
             f"set parallel.max_seqlen_per_dp_cp_rank to {-(-own // split) * split}"
         )
+    whole = config.data.seq_length * config.train.global_batch_size
+    if own > whole:
+        yield (
+            f"parallel.max_seqlen_per_dp_cp_rank is {own}, more than the {whole} tokens of a step "
+            f"(train.global_batch_size × data.seq_length): set it to {whole} or less"
+        )
     if own * context < config.data.seq_length:
         yield (
             f"parallel.max_seqlen_per_dp_cp_rank {own} × parallel.context {context} = "

@@ -7,14 +7,15 @@ not.
 """
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from difflib import get_close_matches
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtron.data.documents import BadRecord, Record, Source, read_blocks
+from jaxtron.data.documents import BadRecord, Record, Source, parse_object, read_blocks
 from jaxtron.data.tokenizers import Tokenizer
 from jaxtron.errors import ConfigError, DataError
 from jaxtron.nearest import nearest
@@ -43,6 +44,12 @@ class ChatTemplate:
     after: str
 
 
+ASSISTANT = "assistant"
+"""The role whose words are trained."""
+
+_NEAR = 0.8  # likeness from which a role is taken for a misspelt one
+_SHOWN = 120  # characters of a malformed message
+
 TEMPLATES = {
     "chatml": ChatTemplate("", "<|im_start|>{role}\n", "<|im_end|>", "\n"),
     "llama3": ChatTemplate(
@@ -69,6 +76,11 @@ def chat_template(given: str | dict[str, str], key: str = "data.chat_template") 
         raise ConfigError(
             f"{key} {wrong}: give the texts header and end (and start and after, if "
             "any) of a turn, or the name of a template: " + ", ".join(TEMPLATES)
+        )
+    if "{role}" not in given["header"]:
+        raise ConfigError(
+            f"{key} has the header {given['header']!r}, the same for all turns: put {{role}} where "
+            "the role of a message stands"
         )
     return ChatTemplate(**{name: given.get(name, "") for name in fields})
 
@@ -97,14 +109,7 @@ def parse_messages(record: Record) -> Conversation:
     def bad(reason: str, what: str) -> BadRecord:
         return BadRecord(reason, f"{record.where}: {what}")
 
-    try:
-        value: Any = json.loads(record.data.decode())
-    except UnicodeDecodeError as error:
-        raise bad("not_utf8", f"not UTF-8 ({error.reason} at byte {error.start})") from None
-    except (ValueError, RecursionError) as error:
-        raise bad("bad_json", f"bad JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise bad("not_an_object", f"not a JSON object but {type(value).__name__}")
+    value = parse_object(record)
     if "messages" not in value:
         if isinstance(value.get("text"), str):
             return str(value["text"])
@@ -120,11 +125,22 @@ def parse_messages(record: Record) -> Conversation:
             and isinstance(message.get("content"), str)
         ):
             raise bad(
-                "bad_messages", f"message {number} is not an object with strings role and content"
+                "bad_messages",
+                f"message {number} is not an object with strings role and content: "
+                + textwrap.shorten(json.dumps(message), _SHOWN),
+            )
+        role = message["role"]
+        if role != ASSISTANT and (
+            not role.strip() or get_close_matches(role.strip().lower(), [ASSISTANT], cutoff=_NEAR)
+        ):
+            raise bad(
+                "bad_role",
+                f"message {number} has the role {role!r}, of which nothing would be trained: "
+                f"did you mean {ASSISTANT!r}?",
             )
         turns.append((message["role"], message["content"]))
-    if all(role != "assistant" for role, _ in turns):
-        raise bad("no_assistant", "no message has the role 'assistant', so nothing is trained")
+    if all(role != ASSISTANT for role, _ in turns):
+        raise bad("no_assistant", f"no message has the role {ASSISTANT!r}, so nothing is trained")
     return turns
 
 
@@ -140,7 +156,7 @@ def encode(conversation: Conversation, template: ChatTemplate, tokenizer: Tokeni
         return np.array(ids, np.int32), np.ones(len(ids), bool)
     pieces = [(template.start, False)]
     for role, content in conversation:
-        trained = role == "assistant"
+        trained = role == ASSISTANT
         pieces += [
             (template.header.replace("{role}", role), False),
             (content, trained),

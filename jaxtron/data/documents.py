@@ -190,19 +190,9 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
     Raises:
         BadRecord: the record is malformed.
     """
-    try:
-        text = record.data.decode()
-    except UnicodeDecodeError as error:
-        raise BadRecord(
-            "not_utf8", f"{record.where}: not UTF-8 ({error.reason} at byte {error.start})"
-        ) from None
     if not record.line:
-        return [text]
-    value = _decoded(record, text)
-    if not isinstance(value, dict):
-        raise BadRecord(
-            "not_an_object", f"{record.where}: not a JSON object but {_json_type(value)}"
-        )
+        return [_text(record)]
+    value = parse_object(record)
     texts: list[Any] = [value.get(key) for key in keys]
     for key, found in zip(keys, texts, strict=True):
         if isinstance(found, str):
@@ -217,6 +207,29 @@ def parse_record(record: Record, keys: Sequence[str]) -> list[str]:
             f"{record.where}: value of key '{key}' is not a string but {_json_type(found)}",
         )
     return texts
+
+
+def parse_object(record: Record) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        BadRecord: it is none.
+    """
+    value = _decoded(record, _text(record))
+    if not isinstance(value, dict):
+        raise BadRecord(
+            "not_an_object", f"{record.where}: not a JSON object but {_json_type(value)}"
+        )
+    return value
+
+
+def _text(record: Record) -> str:
+    try:
+        return record.data.decode()
+    except UnicodeDecodeError as error:
+        raise BadRecord(
+            "not_utf8", f"{record.where}: not UTF-8 ({error.reason} at byte {error.start})"
+        ) from None
 
 
 def _decoded(record: Record, text: str) -> Any:

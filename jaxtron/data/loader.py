@@ -66,7 +66,7 @@ def batches(
         stage: what is made of each batch, by those who read.
 
     Returns:
-        To be closed when it is not read to its end. Batches of arrays `[len(rows), …]`, the keys of the dataset's rows, or what `stage` makes of
+        Batches of arrays `[len(rows), …]`, the keys of the dataset's rows, or what `stage` makes of
         them.
 
     Raises:

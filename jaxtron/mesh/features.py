@@ -34,6 +34,11 @@ def _padding(inspection: Inspection) -> str:
 
 def _batch(inspection: Inspection) -> str:
     cut = inspection.batch
+    if inspection.config.parallel.dynamic_context:
+        return (
+            f"{cut.global_batch_size} sequences, whose documents are cut into microbatches in each "
+            f"step for {cut.data_shards} data shards"
+        )
     return (
         f"{cut.global_batch_size} sequences = {cut.num_microbatches} microbatches × "
         f"{cut.data_shards} data shards × {cut.micro_batch_size}"

@@ -82,6 +82,18 @@ REFUSED = {
         ["parallel.min_dynamic_context is 4", "parallel.context 2", "2 or less"],
         ["parallel.min_dynamic_context=2"],
     ),
+    "dynamic_context_with_more_tokens_than_a_step_has": (
+        [*DYNAMIC, "parallel.context=2", "parallel.max_seqlen_per_dp_cp_rank=514"],
+        8,
+        ["max_seqlen_per_dp_cp_rank is 514", "the 512 tokens of a step", "512 or less"],
+        ["parallel.max_seqlen_per_dp_cp_rank=512"],
+    ),
+    "dynamic_context_of_degrees_that_are_no_powers_of_two": (
+        [*DYNAMIC, "parallel.context=6", "parallel.fsdp=1", "data.seq_length=48"],
+        6,
+        ["powers of two", "parallel.context is 6", "4 or 8", "parallel.dynamic_context to false"],
+        ["parallel.dynamic_context=false"],
+    ),
     "a_least_degree_that_nothing_reads": (
         ["parallel.min_dynamic_context=2"],
         8,

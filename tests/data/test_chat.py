@@ -167,6 +167,22 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], list[str]]] = {
         {},
         ["line 2", "message 0", "content"],
     ),
+    "misspelt assistant": (
+        [chat(("assistant", "a"), ("user", "b"), ("assistent", "c"))],
+        {},
+        ["line 1", "message 2", "'assistent'", "'assistant'"],
+    ),
+    "assistant in capitals": (
+        [chat(("assistant", "a"), ("Assistant", "c"))],
+        {},
+        ["line 1", "message 1", "'Assistant'"],
+    ),
+    "empty role": ([chat(("", "a"), ("assistant", "b"))], {}, ["line 1", "message 0", "''"]),
+    "role that is no string": (
+        [{"messages": [{"role": 7, "content": "a"}]}],
+        {},
+        ["line 1", "message 0", '{"role": 7, "content": "a"}'],
+    ),
     "no messages and no text": ([{"prompt": "a"}], {}, ["line 1", "messages", "text"]),
     "not an object": ([["a"]], {}, ["line 1", "not a JSON object"]),
     "packing without isolation": (
@@ -177,6 +193,11 @@ REFUSED: dict[str, tuple[list[Any], dict[str, Any], list[str]]] = {
     "no tokenizer": ([{"text": "a"}], {"tokenizer": None}, ["data.tokenizer"]),
     "unknown template": ([{"text": "a"}], {"chat_template": "chatm"}, ["chatm", "chatml"]),
     "template without an end": ([{"text": "a"}], {"chat_template": {"header": "x"}}, ["end"]),
+    "template without a role": (
+        [{"text": "a"}],
+        {"chat_template": {"header": "{rolle}:", "end": "."}},
+        ["data.chat_template", "'{rolle}:'", "{role}"],
+    ),
     "small vocabulary": ([{"text": "a"}], {"vocab_size": 256}, ["257", "model.vocab_size"]),
     "nothing to train on": ([{"text": ""}], {}, ["no document", "train"]),
 }

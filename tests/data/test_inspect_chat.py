@@ -72,9 +72,9 @@ def test_the_report_of_three_records(tmp_path: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_a_misspelt_role_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "c.jsonl", chat(*TURNS, ("user", "y"), ("assistant ", "no")))
-    line = "messages by role     'user' 3, 'assistant' 2 (trained), 'assistant ' 1"
+def test_all_roles_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "c.jsonl", chat(*TURNS, ("user", "y"), ("tool ", "no")))
+    line = "messages by role     'user' 3, 'assistant' 2 (trained), 'tool ' 1"
     assert line in printed(capsys, path, "--tokenizer", "byte")
 
 
@@ -162,7 +162,12 @@ def test_a_dataset_is_still_named_by_its_prefix(
         ('{"messages": [', "line 2: bad JSON"),
         ('{"prompt": "a"}', "line 2: has neither 'messages' nor a string under 'text'"),
         ('{"messages": [{"role": "user"}]}', "line 2: message 0 is not an object"),
-        ('{"messages": [{"role": "asistant", "content": "a"}]}', "line 2: no message has the role"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "line 2: no message has the role"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}, '
+            '{"role": "asistant", "content": "a"}]}',
+            "line 2: message 1 has the role 'asistant', of which nothing would be trained",
+        ),
     ],
 )
 def test_a_malformed_line_ends_it_as_in_training(

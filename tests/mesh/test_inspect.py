@@ -123,6 +123,10 @@ def test_features_show_what_is_really_on():
     hybrid = inspect_layout(tiny(data=2, fsdp=4), 8)
     assert "in 4 parts over fsdp, in 2 replicas (HSDP)" in feature(hybrid, "data sharding")
     assert feature(hybrid, "batch") == "8 sequences = 1 microbatches × 8 data shards × 1"
+    apart = ["data.reset_attention_mask=true", "data.reset_position_ids=true", "data.eod_token=0"]
+    cut = ["parallel.context=4", "parallel.dynamic_context=true", "parallel.fsdp=2", *apart]
+    dynamic = inspect_layout(load_config("configs/tiny.yaml", cut), 8)
+    assert feature(dynamic, "batch").startswith("8 sequences, whose documents are cut into")
     staged = inspect_layout(tiny(pipeline=2), 2)
     assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers, schedule 1f1b"
     assert feature(staged, "training") == "possible in this version"

@@ -88,7 +88,12 @@ def default_menu(context: int, tokens_per_device: int, least: int = 1) -> tuple[
     """Every power of two from ``least`` to ``context``, with rows that fill their devices."""
     for name, size in (("context", context), ("min_dynamic_context", least)):
         if size < 1 or size & (size - 1):
-            raise ConfigError(f"context degrees are powers of two, but parallel.{name} is {size}")
+            near = 2 ** max(size.bit_length() - 1, 0)
+            choice = f"{near} or {2 * near}" if size > 1 else "1"
+            raise ConfigError(
+                f"context degrees are powers of two, but parallel.{name} is {size}: set it to "
+                f"{choice}, or parallel.dynamic_context to false"
+            )
     degrees = [2**i for i in range(context.bit_length()) if 2**i >= least]
     return tuple(MenuEntry(degree, degree * tokens_per_device) for degree in degrees)
 
