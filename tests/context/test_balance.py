@@ -1,4 +1,4 @@
-"""Documents of packed rows cut in zig-zag chunks of their own (issue 6, point 1)."""
+"""Documents of packed rows cut in zig-zag chunks of their own."""
 
 import numpy as np
 import pytest

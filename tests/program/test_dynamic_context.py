@@ -1,4 +1,4 @@
-"""Dynamic context parallelism: what it computes is what one device computes (issue 6, point 3)."""
+"""Dynamic context parallelism: what it computes is what one device computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

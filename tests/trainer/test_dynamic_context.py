@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.trainer.runs import evaluations, make_config, make_trainer, saved_digests, steps
 
@@ -17,11 +18,12 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def launch(folder: Path, dynamic: bool, **train: Any) -> None:
+def launch(folder: Path, dynamic: bool, others: dict[str, Any] | None = None, **train: Any) -> None:
     sections = {
         **SECTIONS,
         "parallel": {**SECTIONS["parallel"], "dynamic_context": dynamic},
         "train": {**SECTIONS["train"], **train},
+        **(others or {}),
     }
     make_trainer(make_config(folder, **sections)).fit()
 
@@ -45,3 +47,29 @@ def test_a_run_resumes_bitwise_and_equals_the_run_with_one_degree(tmp_path: Path
         assert dynamic["tokens"] == dynamic["valid_tokens"] == 8 * 16
     for a, b in zip(evaluations(whole), evaluations(static), strict=True):
         np.testing.assert_allclose(a["eval_loss"], b["eval_loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [
+        ({"compute": "fp16", "initial_loss_scale": 2.0**21, "hysteresis": 1}, 1e-3),
+        ({"fp8": "current", "fp8_amax_scope": "global"}, 3e-3),
+    ],
+    ids=["fp16", "fp8"],
+)
+def test_in_few_bits_with_a_growing_batch_and_offloaded_moments_it_trains_alike(
+    precision: dict[str, Any], tolerance: float, tmp_path: Path
+) -> None:
+    """A product's rows have other scales in other microbatches: FP8 is equal but for rounding."""
+    others = {"precision": precision, "optimizer": {"offload": True}}
+    for name in ("dynamic", "static"):
+        (tmp_path / name).mkdir()
+        launch(tmp_path / name, name == "dynamic", others, rampup_batch_size=[2, 2, 12])
+    dynamic, static = steps(tmp_path / "dynamic"), steps(tmp_path / "static")
+    assert [r["global_batch_size"] for r in dynamic] == [2, 2, 4, 6, 8, 8]
+    for a, b in zip(dynamic, static, strict=True):
+        np.testing.assert_allclose(a["loss"], b["loss"], rtol=tolerance)
+        for key in {"skipped", "tokens", "consumed_samples", "loss_scale"} & a.keys():
+            assert a[key] == b[key], key
+    if "compute" in precision:
+        assert {r["skipped"] for r in dynamic} == {0, 1}
