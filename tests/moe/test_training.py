@@ -120,9 +120,8 @@ def test_metrics_of_loads_are_of_layers_and_depths() -> None:
     program, state, rows = known_choices({"moe_per_layer_logging": True})
     _, metrics = program.train_step(state, rows_of(program, rows))
     names = {"layer_0", "layer_1", "mtp_1", "mtp_2"}
-    assert {name.partition("/")[2] for name in metrics if name.startswith("moe_load")} == names | {
-        ""
-    }
+    logged = {name.partition("/")[2] for name in metrics if name.startswith("moe_load")}
+    assert logged == {"", *names}
     for suffix in ["", *(f"/{name}" for name in names)]:
         assert float(metrics[f"moe_load_max{suffix}"]) == 4
         assert float(metrics[f"moe_load_min{suffix}"]) == 0
