@@ -182,9 +182,16 @@ def check_architecture(config: Config, meta: Mapping[str, Any], where: str) -> N
         free.add("moe_router_load_balancing_type")  # a loss; sinkhorn chooses experts
     names = tuple(f"model.{k}" for k in now["model"] if k not in free)
     if problems := _differences(saved, now, names):
+        way = ""
+        if config.model.num_experts and not value_of(saved, "model.num_experts"):
+            way = (
+                "\na model with experts starts from the weights of a dense one with "
+                "checkpoint.load=... checkpoint.moe_use_upcycling=true and another checkpoint.dir"
+            )
         raise CheckpointError(
             f"{where} holds another model than the configuration describes:\n  "
             + "\n  ".join(problems)
+            + way
         )
 
 

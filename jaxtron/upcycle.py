@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtron.config.config import Config
-from jaxtron.errors import ConfigError
 from jaxtron.models.config import ModelConfig
 from jaxtron.models.decoder import Decoder
 from jaxtron.models.layer_pattern import layer_name
@@ -23,29 +22,13 @@ from jaxtron.program import Program
 
 
 def dense_config(config: Config) -> Config:
-    """The configuration with the same model, but without experts and depths ahead.
-
-    Raises:
-        ConfigError: experts that cannot be copies of that model's MLPs.
-    """
-    model = config.model
-    if model.num_experts is None:
-        raise ConfigError(
-            "checkpoint.moe_use_upcycling is true but model.num_experts is null, so there are no "
-            "experts to fill: set model.num_experts, or moe_use_upcycling to false"
-        )
-    if model.expert_ffn != model.ffn_hidden_size:
-        raise ConfigError(
-            "checkpoint.moe_use_upcycling copies whole MLPs, but model.moe_ffn_hidden_size is "
-            f"{model.expert_ffn} and model.ffn_hidden_size {model.ffn_hidden_size}: set "
-            "model.moe_ffn_hidden_size to null"
-        )
+    """The configuration with the same model, but without experts and depths ahead."""
     changed: dict[str, Any] = {
         field.name: field.default
         for field in dataclasses.fields(ModelConfig)
         if field.name.startswith(("moe_", "mtp_")) or field.name == "num_experts"
     }
-    return dataclasses.replace(config, model=dataclasses.replace(model, **changed))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **changed))
 
 
 def abstract_dense(program: Program) -> Any:

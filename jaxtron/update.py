@@ -86,15 +86,17 @@ def _balance_experts(program: "Program", buffers: Any, report: Any, ahead: Any) 
     """Metrics of the experts' load, and the routers' biases after the step."""
     model = program.config.model
     assert model.num_experts is not None
+    depths = [entry["layer"] for entry in ahead]
+    rows = sorted(rows_of_layers(model, program.order.layers).items())
+    stacked = report["load"].reshape(-1, model.num_experts)[jnp.array([row for _, row in rows])]
     metrics = load_metrics(
-        report["load"].reshape(-1, model.num_experts),
-        report["loss"].reshape(-1),
-        rows_of_layers(model, program.order.layers),
+        jnp.concatenate([stacked, *(depth["load"][None] for depth in depths)]),
+        jnp.stack([jnp.sum(report["loss"]), *(depth["loss"] for depth in depths)]),
+        [f"layer_{n}" for n, _ in rows] + [f"mtp_{i + 1}" for i in range(len(depths))],
         per_layer=model.moe_per_layer_logging,
     )
-    metrics["moe_aux_loss"] += sum(entry["layer"]["loss"] for entry in ahead)
     loads = {"layers": loads_by_name(report["load"], model)}
-    loads |= {f"mtp_{i}": entry["layer"]["load"] for i, entry in enumerate(ahead)}
+    loads |= {f"mtp_{i}": depth["load"] for i, depth in enumerate(depths)}
     return metrics, {
         part: updated_buffers(value, loads[part], model) for part, value in buffers.items()
     }

@@ -104,6 +104,7 @@ _DOCUMENTS_END = (
 )
 _SAVES = (Choice("checkpoint.dir"),)
 _LOADS = (Choice("checkpoint.load"),)
+_NOT_UPCYCLED = Choice("checkpoint.moe_use_upcycling", (False,))
 _EVALUATES_SOMETHING = Choice("eval.iters", others=(Choice("eval.full_validation"),))
 _EVALUATES = (Choice("eval.interval"), _EVALUATES_SOMETHING)
 _ON_GPUS = (Choice("runtime.cpu_devices", (None,)),)
@@ -214,9 +215,9 @@ READ_UNDER: dict[str, tuple[Choice, ...]] = {
     "checkpoint.no_save_optim": _SAVES,
     "checkpoint.timeout_s": _SAVES,
     "checkpoint.load_step": _LOADS,
-    "checkpoint.no_load_optim": _LOADS,
-    "checkpoint.finetune": _LOADS,
-    "checkpoint.moe_use_upcycling": _LOADS,
+    "checkpoint.no_load_optim": (*_LOADS, _NOT_UPCYCLED, Choice("checkpoint.finetune", (False,))),
+    "checkpoint.finetune": (*_LOADS, _NOT_UPCYCLED),
+    "checkpoint.moe_use_upcycling": (*_LOADS, *_EXPERTS),
     "eval.interval": (_EVALUATES_SOMETHING,),
     "eval.iters": (Choice("eval.interval"), Choice("eval.full_validation", (False,))),
     "eval.full_validation": (Choice("eval.interval"),),

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from jaxtron.config.config import Config
 from jaxtron.config.yaml_io import spelled
@@ -55,7 +56,7 @@ class KeyInfo:
         """The value in the key's type.
 
         Nothing is guessed: text is not read as a number, nor 1 as true. An integer is accepted
-        where a number is expected and a list where a tuple is.
+        where a number is expected and a list where a tuple is. Numbers are finite.
 
         Raises:
             ConfigError: the value has another type or is out of bounds.
@@ -68,6 +69,8 @@ class KeyInfo:
                 hint = " (in YAML a space follows the colon: {name: value})"
             elif isinstance(value, str) and typing.get_origin(self.type) is list:
                 hint = f": write [{value}]"
+            elif isinstance(value, float) and not math.isfinite(value):
+                hint = " (a finite number)"
             raise ConfigError(
                 f"{self.dotted} is {spelled(value)}: expected {self.expected}{hint}"
             ) from None
@@ -108,7 +111,7 @@ def keys() -> dict[str, KeyInfo]:
 def _adapter(section: str, name: str) -> TypeAdapter[Any]:
     info = keys()[f"{section}.{name}"]
     annotated: Any = Annotated[info.type, Field(**info.constraints)]
-    return TypeAdapter(annotated)
+    return TypeAdapter(annotated, config=ConfigDict(allow_inf_nan=False))
 
 
 def describe_type(type_: Any, constraints: dict[str, Any] | None = None) -> str:

@@ -26,7 +26,9 @@ def _tensor_divides_heads(config: Config, axes: Axes) -> Iterator[str]:
 
 
 def _tensor_fits_query_groups(config: Config, axes: Axes) -> Iterator[str]:
-    groups, tensor = config.model.query_groups, axes["tensor"]
+    groups, tensor = config.model.num_query_groups, axes["tensor"]
+    if groups is None:
+        return  # as many as heads
     if groups % tensor and tensor % groups:
         heads = config.model.num_attention_heads
         fitting = tensor_sizes(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 
-from jaxtron.config.choices import divisors_near, either
+from jaxtron.config.choices import divisors_near, either, multiples_near
 from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.layers.rope import rope_scaling_parameters
@@ -36,7 +36,12 @@ def _rotary_channels_are_pairs(config: Config) -> Iterator[str]:
     if model.position_embedding_type != "rope":
         return
     rotated = model.rotary_channels
-    if rotated % 2 or rotated == 0:
+    if model.multi_latent_attention and rotated % 2:
+        yield (
+            f"model.qk_pos_emb_head_dim is {rotated}, but RoPE rotates pairs of channels: set it "
+            f"to {either(multiples_near(int(rotated), 2))}"
+        )
+    elif rotated % 2 or rotated == 0:
         yield (
             f"model.rotary_percent {model.rotary_percent} of {model.head_dim} channels a head is "
             f"{rotated:g}, but RoPE rotates pairs of channels: choose an even number of channels"

@@ -95,6 +95,13 @@ def _router_keys_agree(config: Config) -> Iterator[str]:
                 "model.moe_router_load_balancing_type sinkhorn (sigmoid for one expert a token, "
                 "softmax for more): leave it out"
             )
+        if model.moe_router_force_load_balancing:
+            yield (
+                "model.moe_router_load_balancing_type is sinkhorn, but "
+                "model.moe_router_force_load_balancing is true, under which experts are taken by "
+                "turns and nothing is assigned: set model.moe_router_load_balancing_type to none, "
+                "or model.moe_router_force_load_balancing to false"
+            )
 
 
 def _every_layer_has_a_kind(config: Config) -> Iterator[str]:

@@ -70,6 +70,16 @@ def _optimizer_can_be_built(config: Config, axes: Axes) -> Iterator[str]:
         yield str(error)
 
 
+def _experts_can_be_copies(config: Config, axes: Axes) -> Iterator[str]:
+    model = config.model
+    if config.checkpoint.moe_use_upcycling and model.expert_ffn != model.ffn_hidden_size:
+        yield (
+            "checkpoint.moe_use_upcycling copies whole MLPs, but model.moe_ffn_hidden_size is "
+            f"{model.expert_ffn} and model.ffn_hidden_size {model.ffn_hidden_size}: set "
+            "model.moe_ffn_hidden_size to null"
+        )
+
+
 def _profiled_steps_are_run(config: Config, axes: Axes) -> Iterator[str]:
     profiled, steps = config.observe.profile_steps, config.train.steps
     if profiled is not None and profiled[0] > steps:
@@ -83,6 +93,7 @@ def _profiled_steps_are_run(config: Config, axes: Axes) -> Iterator[str]:
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _pipeline_keeps_weights,
     _layers_can_use_rules,
+    _experts_can_be_copies,
     _tokenizer_fits_vocabulary,
     _profiled_steps_are_run,
     _optimizer_can_be_built,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,10 @@ def test_words_stay_words(tmp_path: Path) -> None:
         ("train.steps=010", ["train.steps is '010'"]),
         ("train.steps=null", ["train.steps is null"]),
         ("optimizer.lr=fast", ["optimizer.lr is 'fast'", "a number"]),
+        ("optimizer.lr=.inf", ["optimizer.lr is inf", "a number ≥ 0 (a finite number)"]),
+        ("optimizer.lr=.nan", ["optimizer.lr is nan", "a number ≥ 0 (a finite number)"]),
+        ("data.split=-.inf", ["data.split is -inf", "a finite number"]),
+        ("data.paths=[1.0e+400, a]", ["data.paths is [inf, 'a']", "a number"]),
         ("train.global_batch_size=0", ["train.global_batch_size is 0", "≥ 1"]),
         ("model.attention_dropout=1.0", ["model.attention_dropout is 1.0", "≥ 0 and < 1"]),
         ("model.normalization=rmsnorm", ["'rmsnorm'", "one of RMSNorm, LayerNorm"]),
@@ -121,6 +126,15 @@ def test_a_wrong_value_is_refused_with_key_value_and_expectation(
     message = load_error({"preset": "tiny"}, override)
     for word in words:
         assert word in message
+
+
+def test_no_key_takes_a_number_that_is_not_finite() -> None:
+    """Those without another bound too; what a user's own function gets is the user's."""
+    for info in [info for info in keys().values() if "a number" in info.expected]:
+        for value in (math.inf, -math.inf, math.nan, 10**400):
+            with pytest.raises(ConfigError, match=info.dotted):
+                info.convert(value)
+    assert keys()["optimizer.options"].convert({"clip": math.inf}) == {"clip": math.inf}
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,23 @@ def test_one_of_several_choices_is_enough(key, choice, other):
         ({"data.eod_token": 3, "data.source": "chat"}, "eod_token is 3, but data.source is chat"),
         ({"data.eod_token": 3}, "data.eod_token is 3, but data.reset_attention_mask is false and "),
         (
+            {"checkpoint.load": "/dense", "checkpoint.moe_use_upcycling": True},
+            "checkpoint.moe_use_upcycling is true, but model.num_experts is null, under which "
+            "nothing reads it: set model.num_experts, or leave checkpoint.moe_use_upcycling at "
+            "false",
+        ),
+        (
+            {
+                "checkpoint.load": "/dense",
+                "checkpoint.finetune": True,
+                "checkpoint.moe_use_upcycling": True,
+                "model.num_experts": 4,
+            },
+            "checkpoint.finetune is true, but checkpoint.moe_use_upcycling is true, under which "
+            "nothing reads it: set checkpoint.moe_use_upcycling to false, or leave "
+            "checkpoint.finetune at false",
+        ),
+        (
             {"runtime.gpu_memory_fraction": 0.5, "runtime.cpu_devices": 8},
             "runtime.gpu_memory_fraction is 0.5, but runtime.cpu_devices is 8, ",
         ),

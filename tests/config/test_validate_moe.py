@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtron.config.load import load_config
-from jaxtron.config.validate import validate
+from jaxtron.config.validate import validate, validate_for_training
 from jaxtron.errors import ConfigError
 
 EXPERTS = ["model.num_experts=8", "model.moe_ffn_hidden_size=32"]
@@ -90,6 +90,19 @@ REFUSED = {
         ["moe_router_topk_scaling_factor", "sinkhorn"],
         ["model.moe_router_topk_scaling_factor=null"],
     ),
+    "sinkhorn_of_forced_balance": (
+        [
+            *EXPERTS,
+            "model.moe_router_load_balancing_type=sinkhorn",
+            "model.moe_router_force_load_balancing=true",
+        ],
+        [
+            "moe_router_load_balancing_type is sinkhorn",
+            "moe_router_force_load_balancing is true",
+            "moe_router_load_balancing_type to none",
+        ],
+        ["model.moe_router_load_balancing_type=none"],
+    ),
     "policy_without_capacity": (
         [*EXPERTS, "model.moe_token_drop_policy=position"],
         ["moe_token_drop_policy is position", "moe_expert_capacity_factor"],
@@ -175,6 +188,15 @@ REFUSED = {
         ["model.num_query_groups is 2"],
         ["model.num_query_groups=null"],
     ),
+    "rotated_channels_that_are_no_pairs": (
+        [
+            "model.multi_latent_attention=true",
+            "model.num_query_groups=null",
+            "model.qk_pos_emb_head_dim=7",
+        ],
+        ["model.qk_pos_emb_head_dim is 7, but RoPE rotates pairs of channels: set it to 6 or 8"],
+        ["model.qk_pos_emb_head_dim=6"],
+    ),
     "values_wider_than_keys": (
         [
             "model.multi_latent_attention=true",
@@ -219,6 +241,37 @@ def test_refused_with_a_fix_that_works(name: str) -> None:
     for word in words:
         assert any(choice in str(error.value) for choice in word.split("|"))
     validate(load_config({"preset": "tiny"}, [*overrides, *fix]), 8)
+
+
+@pytest.mark.parametrize("latent", ["true", "false"])
+def test_heads_that_do_not_split_are_one_mistake(latent: str) -> None:
+    """Without ``num_query_groups`` there are no groups of which to complain besides."""
+    overrides = [
+        "model.num_attention_heads=3",
+        "model.num_query_groups=null",
+        "model.kv_channels=null" if latent == "true" else "model.kv_channels=16",
+        f"model.multi_latent_attention={latent}",
+        "parallel.tensor=2",
+    ]
+    with pytest.raises(ConfigError) as error:
+        validate(load_config({"preset": "tiny"}, overrides), 8)
+    (message,) = str(error.value).splitlines()
+    assert message.startswith("model.num_attention_heads 3 is not a multiple of parallel.tensor 2")
+
+
+@pytest.mark.parametrize(
+    "name", ["mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v2_lite", "deepseek_v3"]
+)
+def test_balance_may_be_forced_on_every_preset_with_experts(name: str) -> None:
+    validate(load_config(name, ["model.moe_router_force_load_balancing=true"]), 512)
+
+
+def test_experts_narrower_than_the_mlp_are_no_copies_of_it() -> None:
+    overrides = [*EXPERTS, "checkpoint.load=/dense", "checkpoint.moe_use_upcycling=true"]
+    with pytest.raises(ConfigError, match="moe_ffn_hidden_size is 32 .* set .* to null"):
+        validate_for_training(load_config({"preset": "tiny"}, overrides), 8)
+    fix = "model.moe_ffn_hidden_size=null"
+    validate_for_training(load_config({"preset": "tiny"}, [*overrides, fix]), 8)
 
 
 @pytest.mark.parametrize(

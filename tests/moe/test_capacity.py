@@ -9,7 +9,13 @@ from jaxtron.layers.moe.capacity import expert_capacity, fits
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "topk", "factor", "capacity"),
-    [(8, 4, 2, 1.0, 4), (7, 4, 1, 1.25, 3), (4, 2, 1, 3.0, 4), (4096, 128, 8, 1.25, 320)],
+    [
+        (8, 4, 2, 1.0, 4),
+        (7, 4, 1, 1.25, 3),
+        (4, 2, 1, 3.0, 4),
+        (4096, 128, 8, 1.25, 320),
+        (8, 4, 2, 1e308, 8),
+    ],
 )
 def test_capacity_is_rounded_up_and_at_most_all_tokens(
     tokens: int, experts: int, topk: int, factor: float, capacity: int

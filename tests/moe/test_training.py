@@ -11,10 +11,11 @@ import pytest
 from jaxtron.checkpoint.checkpointer import Checkpointer
 from jaxtron.checkpoint.config import CheckpointConfig
 from jaxtron.errors import CheckpointError, ConfigError
-from jaxtron.layers.moe.step import load_metrics
+from jaxtron.layers.moe.step import load_metrics, rows_of_layers
 from jaxtron.program import Program
 from jaxtron.resume import check_architecture, run_meta, with_fresh_optimizer
 from tests.moe.arms import BIAS, LATENT, T_MOE
+from tests.moe.block import model_config
 from tests.parity.harness import assert_close_leaves, make_batch, make_config, rows_of
 from tests.program.jaxprs import equations
 
@@ -84,19 +85,107 @@ def test_dense_first_layers_are_recomputed_like_the_others() -> None:
     assert len(recomputed) == LATENT["num_layers"]
 
 
-def test_per_layer_loads_are_logged_on_request() -> None:
-    program = program_of({"moe_per_layer_logging": True})
+def known_choices(model: dict[str, Any]) -> tuple[Program, Any, dict[str, np.ndarray]]:
+    """A program, a state and rows in which biases alone choose the experts.
+
+    Those of layers 0 and 1 and of depths 1 and 2 are (0, 1), (2, 3), (4, 5) and (6, 7); scores are
+    less than 1.
+    """
+    program = program_of(BIAS | {"mtp_num_layers": 2} | model)
     state = program.init_state()
-    _, metrics = program.train_step(state, rows_of(program, make_batch(program.config)))
-    layers = [float(metrics[f"moe_load_max/layer_{i}"]) for i in range(2)]
-    assert max(layers) == float(metrics["moe_load_max"])
-    assert min(layers) >= 1
+    favour = np.zeros((4, 8), np.float32)
+    for place in range(4):
+        favour[place, 2 * place : 2 * place + 2] = 9
+    params = state["params"]
+    routers = [params[name]["layer"]["moe"]["router"] for name in ("mtp_0", "mtp_1")]
+    params["layers"]["moe"]["router"]["expert_bias"] = jnp.asarray(favour[:2])
+    for depth, router in enumerate(routers):
+        router["expert_bias"] = jnp.asarray(favour[2 + depth])
+    return program, state, make_batch(program.config)
+
+
+def test_the_bias_of_a_depth_moves_against_its_own_load() -> None:
+    """The two experts that were chosen have more than the mean load, the six others none."""
+    program, state, rows = known_choices({})
+    after, _ = program.train_step(state, rows_of(program, rows))
+    for depth in range(2):
+        expected = np.full(8, 0.05)
+        expected[4 + 2 * depth : 6 + 2 * depth] = 9 - 0.05
+        router = after["params"][f"mtp_{depth}"]["layer"]["moe"]["router"]
+        np.testing.assert_allclose(router["expert_bias"], expected, atol=1e-6)
+
+
+def test_metrics_of_loads_are_of_layers_and_depths() -> None:
+    """Each has two experts with all of the load, four times the mean, and six without."""
+    program, state, rows = known_choices({"moe_per_layer_logging": True})
+    _, metrics = program.train_step(state, rows_of(program, rows))
+    names = {"layer_0", "layer_1", "mtp_1", "mtp_2"}
+    logged = {name.partition("/")[2] for name in metrics if name.startswith("moe_load")}
+    assert logged == {"", *names}
+    for suffix in ["", *(f"/{name}" for name in names)]:
+        assert float(metrics[f"moe_load_max{suffix}"]) == 4
+        assert float(metrics[f"moe_load_min{suffix}"]) == 0
+    assert int(metrics["moe_idle_experts"]) == 4 * 6
+    for name in names:
+        assert int(metrics[f"moe_load_under_0.5/{name}"]) == 6
+        assert int(metrics[f"moe_load_over_2/{name}"]) == 2
+
+
+def test_metrics_of_loads_by_hand() -> None:
+    """Means of 4 and 5; one expert of each layer has a single token."""
+    load = np.array([[1, 3, 5, 7], [0, 1, 7, 12]], np.int32)
+    metrics = load_metrics(load, np.array([0.5, 0.25]), ["layer_2", "mtp_1"], per_layer=True)
+    expected = {
+        "moe_aux_loss": 0.75,
+        "moe_load_max": 2.4,
+        "moe_load_min": 0.0,
+        "moe_idle_experts": 1,
+        "moe_load_max/layer_2": 1.75,
+        "moe_load_min/layer_2": 0.25,
+        "moe_load_max/mtp_1": 2.4,
+        "moe_load_min/mtp_1": 0.0,
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(float(metrics[name]), value, rtol=1e-6, err_msg=name)
+    busy = load_metrics(load[:1], np.zeros(1), ["layer_2"], per_layer=False)
+    assert float(busy["moe_load_min"]) == 0.25 and int(busy["moe_idle_experts"]) == 0
+    assert not [name for name in busy if "/" in name]
+
+
+@pytest.mark.parametrize(
+    ("freq", "order", "rows"),
+    [
+        ([0, 1, 1, 1], [0, 2, 1], {1: 0, 3: 1, 2: 2}),
+        (2, [1, -1, 0], {2: 0, 0: 2}),
+        ([0, 0, 0, 1, 1, 0, 1, 1], [1, 0], {6: 0, 7: 1, 3: 2, 4: 3}),
+    ],
+    ids=["dense first", "every second layer", "blocks of three"],
+)
+def test_rows_of_the_loads_belong_to_layers(freq: Any, order: list[int], rows: Any) -> None:
+    layers = len(freq) if isinstance(freq, list) else 4
+    model = model_config(num_layers=layers, moe_layer_freq=freq)
+    assert rows_of_layers(model, order) == rows
+
+
+def test_per_layer_loads_are_logged_on_request() -> None:
+    program = program_of({"moe_per_layer_logging": True, "mtp_num_layers": 2})
+    state = program.init_state()
+    batch = rows_of(program, make_batch(program.config))
+    report, _, ahead = program._with_report(state["params"], batch, 0, 1.0)[3:6]
+    loads = dict(zip(("layer_0", "layer_1"), np.asarray(report["load"]), strict=True))
+    loads |= {f"mtp_{i + 1}": np.asarray(entry["layer"]["load"]) for i, entry in enumerate(ahead)}
+    _, metrics = program.train_step(state, batch)
+    for name, load in loads.items():
+        for what, value in (("max", load.max()), ("min", load.min())):
+            actual = float(metrics[f"moe_load_{what}/{name}"])
+            np.testing.assert_allclose(actual, value / load.mean(), rtol=1e-6)
+    assert len({float(metrics[f"moe_load_max/{name}"]) for name in loads}) == 4
 
 
 def test_experts_of_each_layer_are_counted_by_their_load() -> None:
     """Means of 10 and of 0; a load at the edge of two bins is in the upper one."""
-    load = np.array([[0, 0, 0, 0, 0, 0, 0, 0], [0, 4, 5, 8, 12, 12, 19, 20]], np.int32)
-    metrics = load_metrics(load, np.zeros(2), {0: 1, 5: 0}, per_layer=True)
+    load = np.array([[0, 4, 5, 8, 12, 12, 19, 20], [0, 0, 0, 0, 0, 0, 0, 0]], np.int32)
+    metrics = load_metrics(load, np.zeros(2), ["layer_0", "layer_5"], per_layer=True)
     bins = ["under_0.5", "0.5_to_0.8", "0.8_to_1.25", "1.25_to_2", "over_2"]
     assert [int(metrics[f"moe_load_{name}/layer_0"]) for name in bins] == [2, 1, 3, 1, 1]
     assert [int(metrics[f"moe_load_{name}/layer_5"]) for name in bins] == [8, 0, 0, 0, 0]

@@ -76,8 +76,19 @@ def test_experts_are_copies_and_routers_are_new(tmp_path, dense) -> None:
 
 def test_what_cannot_be_copied_is_refused(tmp_path, dense) -> None:
     with pytest.raises(ConfigError, match="moe_ffn_hidden_size is 16 .* set .* to null"):
-        upcycle(tmp_path, dense, EXPERTS | {"moe_ffn_hidden_size": 16})._start()
-    with pytest.raises(ConfigError, match=r"num_experts is null.*moe_use_upcycling to false"):
-        upcycle(tmp_path, dense, {})._start()
+        upcycle(tmp_path, dense, EXPERTS | {"moe_ffn_hidden_size": 16})
+    with pytest.raises(ConfigError, match=r"moe_use_upcycling is true, but model\.num_experts is"):
+        upcycle(tmp_path, dense, {})
     with pytest.raises(CheckpointError, match=r"model\.num_layers: 4 in the checkpoint, 3"):
         upcycle(tmp_path, dense, EXPERTS | {"num_layers": 3})._start()
+
+
+def test_a_dense_checkpoint_is_refused_with_the_way_to_take_it(tmp_path, dense) -> None:
+    loaded = {"load": str(dense / "checkpoints"), "finetune": True}
+    experts = make_trainer(make_config(tmp_path, model=FOUR | EXPERTS, checkpoint=loaded))
+    with pytest.raises(CheckpointError, match=r"num_experts: None.*(?s:.)*moe_use_upcycling=true"):
+        experts._start()
+    other = make_trainer(make_config(tmp_path, model={"num_layers": 2}, checkpoint=loaded))
+    with pytest.raises(CheckpointError) as error:
+        other._start()
+    assert "upcycling" not in str(error.value)

@@ -12,7 +12,7 @@ DropPolicy = Literal["probs", "position"]
 
 def expert_capacity(tokens: int, topk: int, num_experts: int, factor: float) -> int:
     """``ceil(tokens * topk / experts * factor)``, at most ``tokens`` (Megatron's rule)."""
-    return min(math.ceil(tokens * topk / num_experts * factor), tokens)
+    return math.ceil(min(tokens * topk / num_experts * factor, tokens))
 
 
 def fits(

@@ -1,6 +1,6 @@
 """What a training step adds to a model with experts: weights of its tokens, and what it reports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -73,7 +73,7 @@ def updated_buffers(buffers: Any, load: Any, config: ModelConfig) -> Any:
 
 
 def load_metrics(
-    load: jax.Array, losses: jax.Array, layers: Mapping[int, int], *, per_layer: bool
+    load: jax.Array, losses: jax.Array, layers: Sequence[str], *, per_layer: bool
 ) -> dict[str, jax.Array]:
     """Scalars about the experts' load and the router's losses.
 
@@ -85,27 +85,26 @@ def load_metrics(
     in).
 
     Args:
-        load: int32 ``[places, experts]``.
-        losses: fp32 ``[places]``.
-        layers: number of each layer with experts, and its place.
+        load: int32 ``[layers, experts]``.
+        losses: fp32, in pieces that are added.
+        layers: name of each layer with experts: ``layer_0``, and ``mtp_1`` of a depth of
+            multi-token prediction.
         per_layer: ``model.moe_per_layer_logging``.
     """
-    numbers = sorted(layers)
-    counts = load[jnp.array([layers[number] for number in numbers])]
-    relative = counts / jnp.maximum(jnp.mean(counts, axis=1, keepdims=True), 1e-9)
+    relative = load / jnp.maximum(jnp.mean(load, axis=1, keepdims=True), 1e-9)
     most, least = jnp.max(relative, axis=1), jnp.min(relative, axis=1)
     metrics = {
         "moe_aux_loss": jnp.sum(losses),
         "moe_load_max": jnp.max(most),
         "moe_load_min": jnp.min(least),
-        "moe_idle_experts": jnp.sum(counts == 0),
+        "moe_idle_experts": jnp.sum(load == 0),
     }
     if per_layer:
-        for i, number in enumerate(numbers):
-            metrics[f"moe_load_max/layer_{number}"] = most[i]
-            metrics[f"moe_load_min/layer_{number}"] = least[i]
+        for i, layer in enumerate(layers):
+            metrics[f"moe_load_max/{layer}"] = most[i]
+            metrics[f"moe_load_min/{layer}"] = least[i]
             for name, experts in _histogram(relative[i]).items():
-                metrics[f"{name}/layer_{number}"] = experts
+                metrics[f"{name}/{layer}"] = experts
     return metrics
 
 
