@@ -173,6 +173,7 @@ class Objective:
                 positions=side["positions"],
                 expert_axes=self.rules.axes("experts"),
                 platform=self.platform,
+                training=step is not None,
             )
         return LayerInputs(
             region=self.region,

@@ -74,6 +74,7 @@ class MoEInputs:
         positions: int32 ``[s]`` token positions in the row.
         expert_axes: mesh axes that split the experts, major first.
         platform: ``cpu`` or ``gpu``.
+        training: whether a training step computes this, not an evaluation or generation.
         earlier: int32 ``[layers, experts]``, this device's piece of the load that the step's
             microbatches before put on the layers at hand, or None; a layer sees its own row.
     """
@@ -82,6 +83,7 @@ class MoEInputs:
     positions: jax.Array
     expert_axes: tuple[str, ...]
     platform: str
+    training: bool
     earlier: jax.Array | None = None
 
 

@@ -133,6 +133,7 @@ def run_block(
                         positions,
                         table.axes("experts"),
                         "cpu",
+                        training=True,
                         earlier=load if m else None,
                     ),
                 )

@@ -22,9 +22,14 @@ ONE = Region(dict.fromkeys(AXES, 1), False)
 
 
 def route(
-    config: ModelConfig, weight: np.ndarray, x: np.ndarray, live: np.ndarray, step: int = 0
+    config: ModelConfig,
+    weight: np.ndarray,
+    x: np.ndarray,
+    live: np.ndarray,
+    step: int = 0,
+    training: bool = True,
 ) -> Routing:
-    """What a router with ``weight [experts, h]`` decides for ``x [b, s, h]`` in a training step."""
+    """What a router with ``weight [experts, h]`` decides for ``x [b, s, h]``."""
     router = Router(config, nnx.Rngs(params=0))
     router.weight[...] = jnp.asarray(weight, jnp.float32)
     rows, positions = jnp.arange(x.shape[0]), jnp.arange(x.shape[1], dtype=jnp.int32)
@@ -34,7 +39,9 @@ def route(
         None,
         Randomness(config, ONE, 1, jnp.int32(step), rows, positions),
         dtype=jnp.dtype(jnp.float32),
-        moe=MoEInputs(jnp.asarray(live / live.sum(), jnp.float32), positions, (), "cpu"),
+        moe=MoEInputs(
+            jnp.asarray(live / live.sum(), jnp.float32), positions, (), "cpu", training=training
+        ),
     )
     return router(jnp.asarray(x, jnp.float32), Tokens(ONE, whole=False), inputs, 0)
 
@@ -121,3 +128,19 @@ def test_sinkhorn_chooses_experts_and_scores_are_their_weights(topk: int) -> Non
     assert moved > 20
     assert np.all(experts[~live] == 8) and np.all(weights[~live] == 0)
     assert np.asarray(routing.counts).tolist() == counts.tolist()
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_takes_the_largest_logits_outside_of_training(topk: int) -> None:
+    """So that no token's choice depends on those after it."""
+    weight, x, live = skewed()
+    config = model_config(moe_router_load_balancing_type="sinkhorn", moe_router_topk=topk)
+    routing = route(config, weight, x, live, training=False)
+    logits = np.einsum("bth,eh->bte", x.astype(np.float64), weight)
+    scores = 1 / (1 + np.exp(-logits))
+    if topk > 1:
+        scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    largest = np.argsort(-logits, axis=-1)[..., :topk]
+    np.testing.assert_array_equal(np.asarray(routing.experts)[live], largest[live])
+    expected = np.take_along_axis(scores, largest, -1)
+    np.testing.assert_allclose(np.asarray(routing.weights)[live], expected[live], rtol=1e-5)

@@ -241,6 +241,20 @@ def test_evaluation_does_not_jitter_and_counts_valid_tokens() -> None:
     assert int(a[1]) == 32 * 16
 
 
+def test_evaluation_chooses_without_sinkhorn() -> None:
+    """For two experts a token: by a softmax over all experts, like the router that has no loss."""
+    own = {"moe_aux_loss_coeff": 0.0, "moe_router_pre_softmax": True}
+    sinkhorn = program_of({"moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "sinkhorn"})
+    plain = program_of({**own, "moe_router_load_balancing_type": "none"})
+    params = plain.init_state()["params"]
+    batch = rows_of(plain, make_batch(plain.config))
+    loss, tokens = (float(n) for n in sinkhorn.eval_step(params, batch))
+    expected, _ = (float(n) for n in plain.eval_step(params, batch))
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    trained = float(jax.jit(sinkhorn.loss_and_gradients)(params, batch)[0])
+    assert abs(trained - expected / tokens) > 1e-5
+
+
 def test_router_losses_carry_the_loss_scale() -> None:
     program = program_of({"moe_aux_loss_coeff": 1.0})
     params = program.init_state()["params"]

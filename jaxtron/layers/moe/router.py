@@ -76,7 +76,7 @@ class Router(nnx.Module):
             self.weight[...].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        experts, weights = self._choose(logits, live, positions, tokens)
+        experts, weights = self._choose(logits, live, positions, tokens, moe.training)
         counts = jnp.sum(count_choices(experts, live, config.num_experts), axis=0)
         experts = jnp.where(live[..., None], experts, config.num_experts)
         experts = self._drop(experts, weights, tokens, moe)
@@ -105,7 +105,12 @@ class Router(nnx.Module):
         return (x.astype(jnp.float32) * noise).astype(x.dtype)
 
     def _choose(
-        self, logits: jax.Array, live: jax.Array, positions: jax.Array, tokens: Tokens
+        self,
+        logits: jax.Array,
+        live: jax.Array,
+        positions: jax.Array,
+        tokens: Tokens,
+        training: bool,
     ) -> tuple[jax.Array, jax.Array]:
         config = self.config
         num_experts, topk = logits.shape[-1], config.moe_router_topk
@@ -115,7 +120,9 @@ class Router(nnx.Module):
             _, weights = choose_experts(logits, self._bias(), config)
             return experts, weights
         if config.moe_router_load_balancing_type == "sinkhorn":
-            plan = sinkhorn(logits, live, tokens.region, tokens.row_axes)
+            plan = logits  # of which a token's choice does not depend on the tokens after it
+            if training:
+                plan = sinkhorn(logits, live, tokens.region, tokens.row_axes)
             experts = lax.top_k(plan, topk)[1].astype(jnp.int32)
             if topk == 1:
                 scores = jax.nn.sigmoid(logits)
