@@ -51,7 +51,7 @@ from jaxtron.parallel.overlap import plan_overlap
 from jaxtron.parallel.param_layout import is_layout, param_layouts
 from jaxtron.parallel.pipeline.executor import Pipelined
 from jaxtron.parallel.pipeline.layout import place_layers
-from jaxtron.parallel.pipeline.registry import find_schedule
+from jaxtron.parallel.pipeline.registry import make_schedule
 from jaxtron.parallel.pipeline.stack_order import StackOrder, stack_order
 from jaxtron.parallel.pipeline.state_order import StateOrder
 from jaxtron.parallel.reduction import plan_reduction
@@ -191,12 +191,13 @@ class Program:
             plan_overlap(parallel, self.sizes, unroll=unroll, platform=platform),
         )
         if self.sizes["pipeline"] > 1:
-            make_schedule = functools.partial(
-                find_schedule(parallel.pipeline_schedule),
+            schedule = functools.partial(
+                make_schedule,
+                parallel.pipeline_schedule,
                 self.sizes["pipeline"],
                 parallel.virtual_pipeline,
             )
-            self.executor = Pipelined(self.plan, make_schedule, placement)
+            self.executor = Pipelined(self.plan, schedule, placement)
         self._set_rows(
             self.sizes["context"],
             config.data.seq_length,

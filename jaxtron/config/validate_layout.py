@@ -1,5 +1,6 @@
 """What the model, the sequence and the batch must keep to on the sizes of the mesh axes."""
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 
@@ -10,7 +11,7 @@ from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.rules import make_rules
 from jaxtron.parallel.pipeline.layout import place_layers
-from jaxtron.parallel.pipeline.registry import find_schedule
+from jaxtron.parallel.pipeline.registry import make_schedule
 from jaxtron.parallel.pipeline.table import programs
 
 Axes = Mapping[str, int]
@@ -322,14 +323,14 @@ def _schedule_runs_microbatches(config: Config, axes: Axes) -> Iterator[str]:
         return  # reported with the batch
     try:
         # One stage alone runs any number of microbatches one after the other.
-        schedule = find_schedule(parallel.pipeline_schedule)
-        schedule(stages, chunks, batch.num_microbatches if stages > 1 else 1)
+        schedule = functools.partial(make_schedule, parallel.pipeline_schedule, stages, chunks)
+        schedule(batch.num_microbatches if stages > 1 else 1)
     except ConfigError as error:
         yield str(error)
         return
     for growing in batch_schedule(config.train).stages[:-1] if stages > 1 else ():
         try:
-            schedule(stages, chunks, growing.size // batch.rows_per_microbatch)
+            schedule(growing.size // batch.rows_per_microbatch)
         except ConfigError as error:
             yield f"train.rampup_batch_size, at a batch of {growing.size}: {error}"
             return

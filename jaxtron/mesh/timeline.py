@@ -9,7 +9,7 @@ from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.text import range_text, table
 from jaxtron.parallel.pipeline.layout import Placement, place_layers
-from jaxtron.parallel.pipeline.registry import find_schedule
+from jaxtron.parallel.pipeline.registry import make_schedule
 from jaxtron.parallel.pipeline.schedule import Cell, Schedule, Unit
 
 _WIDTH = 100
@@ -68,8 +68,11 @@ def make_timeline(config: Config, axes: Mapping[str, int]) -> Timeline:
     chunks = parallel.virtual_pipeline
     return Timeline(
         name=parallel.pipeline_schedule,
-        schedule=find_schedule(parallel.pipeline_schedule)(
-            stages, chunks, batch_layout(config, axes).num_microbatches
+        schedule=make_schedule(
+            parallel.pipeline_schedule,
+            stages,
+            chunks,
+            batch_layout(config, axes).num_microbatches,
         ),
         placement=place_layers(
             config.model.stacked_blocks, stages, chunks, parallel.pipeline_layout

@@ -1,5 +1,6 @@
 """The timeline of a pipeline as an SVG picture, true to scale in time."""
 
+import colorsys
 from html import escape
 
 from jaxtron.mesh.timeline import Timeline
@@ -66,7 +67,9 @@ def timeline_svg(timeline: Timeline) -> str:
 def _colour(what: str, chunk: int, chunks: int) -> tuple[str, bool]:
     """Fill of a box, the later chunk the darker, and whether its text must be white."""
     light = 72 - (36 * chunk / (chunks - 1) if chunks > 1 else 24)
-    return f"hsl({_HUES[what]} 55% {light:.0f}%)", light < 60
+    # as hex digits: not every program that draws SVG knows hsl()
+    parts = colorsys.hls_to_rgb(_HUES[what] / 360, light / 100, 0.55)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in parts), light < 60
 
 
 def _box(

@@ -31,6 +31,9 @@ DEFAULT = [
     (4, "interleaved", "data2", "p"),
     (4, "gpipe", "alone", "odd"),
     (8, "1f1b", "alone", "p"),
+    (2, "gpipe", "data2-tensor2", "4p"),
+    (8, "gpipe", "alone", "p"),
+    (8, "interleaved", "alone", "p"),
 ]
 
 

@@ -1,5 +1,6 @@
 """Proofs of the schedules, over a grid of sizes, from the rows of their tables alone."""
 
+import dataclasses
 from fractions import Fraction
 from functools import cache
 from itertools import pairwise
@@ -7,8 +8,10 @@ from itertools import pairwise
 import pytest
 
 from jaxtron.errors import ConfigError
-from jaxtron.parallel.pipeline.registry import SCHEDULES, find_schedule
-from jaxtron.parallel.pipeline.schedule import tabulate
+from jaxtron.parallel.pipeline.layout import place_layers
+from jaxtron.parallel.pipeline.registry import SCHEDULES, make_schedule
+from jaxtron.parallel.pipeline.schedule import forward_schedule, tabulate
+from jaxtron.parallel.pipeline.table import programs, tick_table
 
 ONE_CHUNK = [(p, 1, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 8, 17)]
 SEVERAL = [(p, v, k * p) for p in (1, 2, 3, 4, 8) for v in (2, 3) for k in (1, 4)]
@@ -197,13 +200,68 @@ def own_schedule(stages, chunks, microbatches):
     return SCHEDULES["1f1b"](stages, chunks, microbatches)
 
 
-def test_a_new_schedule_is_a_function_found_by_name(monkeypatch):
-    assert find_schedule("1f1b")(2, 1, 2) == own_schedule(2, 1, 2)
-    assert find_schedule("jaxtron.parallel.pipeline.gpipe:gpipe") is SCHEDULES["gpipe"]
+def one_microbatch_less(stages, chunks, microbatches):
+    return SCHEDULES["1f1b"](stages, chunks, microbatches - 1)
+
+
+def forwards_alone(stages, chunks, microbatches):
+    return forward_schedule(stages, chunks, microbatches)
+
+
+def one_backward_twice(stages, chunks, microbatches):
+    whole = SCHEDULES["1f1b"](stages, chunks, microbatches)
+    return dataclasses.replace(whole, ticks=(*whole.ticks, whole.ticks[-1]))
+
+
+def nothing(stages, chunks, microbatches):
+    return None
+
+
+def of_two_sizes(stages, microbatches):
+    return SCHEDULES["1f1b"](stages, 1, microbatches)
+
+
+def test_a_new_schedule_is_a_function_found_by_name():
+    assert make_schedule("1f1b", 2, 1, 2) == own_schedule(2, 1, 2)
+    assert make_schedule(f"{__name__}:own_schedule", 2, 1, 2) == own_schedule(2, 1, 2)
     for name, message in [
         ("2f2b", "'2f2b'.*gpipe, 1f1b, interleaved"),
         ("no.such:thing", "cannot be imported"),
         ("jaxtron.parallel.pipeline.registry:SCHEDULES", "is a dict"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            find_schedule(name)
+            make_schedule(name, 2, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "function, message",
+    [
+        ("one_microbatch_less", "returned a schedule of 2, 1 and 3"),
+        ("forwards_alone", "backwards 0 units on stage 0, not each of 4 once"),
+        ("one_backward_twice", "backwards 5 units on stage 0, not each of 4 once"),
+        ("nothing", "returned a NoneType, not a Schedule"),
+        ("of_two_sizes", "failed for 2 stages, 1 chunks and 4 microbatches: TypeError"),
+    ],
+)
+def test_a_function_that_gives_no_schedule_of_the_step_is_refused(function, message):
+    name = f"{__name__}:{function}"
+    with pytest.raises(ConfigError, match=f"parallel.pipeline_schedule={name}.*{message}"):
+        make_schedule(name, 2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "name, p, v, m, slots",
+    [
+        ("1f1b", 2, 1, 6, 3),
+        ("1f1b", 4, 1, 8, 7),
+        ("interleaved", 2, 2, 4, 5),
+        ("interleaved", 4, 2, 8, 11),
+        # one more where a stage may hold all microbatches: ticks without a unit write to it
+        ("1f1b", 4, 1, 4, 5),
+        ("gpipe", 2, 1, 6, 7),
+    ],
+)
+def test_the_executors_buffer_has_the_slots_of_the_schedule(name, p, v, m, slots):
+    placement = place_layers(p * v, p, v, None)
+    table = tick_table(SCHEDULES[name](p, v, m), programs(placement))
+    assert 1 + table["f_slot"].max() == slots

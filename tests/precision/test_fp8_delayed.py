@@ -126,6 +126,7 @@ def on_one_device() -> dict[str, Any]:
             {"num_microbatches": 2, "recompute": "full"},
         ),
         ({"pipeline": 2, "tensor": 2}, {"num_microbatches": 4}),
+        ({"pipeline": 4, "pipeline_layout": "Et|t||L"}, {"num_microbatches": 4}),
         ({"tensor": 2, "tp_comm_overlap": True}, {"num_microbatches": 2}),
     ],
 )
