@@ -105,9 +105,10 @@ class Trainer:
             start_step=start,
         )
         source = contextlib.closing(self._train_batches(start, consumed))
-        with self.checkpointer, logger, source as ready:
+        tracing = contextlib.closing(StepProfiler(config.observe, primary=jax.process_index() == 0))
+        with self.checkpointer, logger, source as ready, tracing as profiler:
             logger.write_config(to_dict(config))
-            return self._loop(ready, state, start, consumed, logger)
+            return self._loop(ready, state, start, consumed, logger, profiler)
 
     @property
     def _trained(self) -> Any:
@@ -218,11 +219,16 @@ class Trainer:
         )
 
     def _loop(
-        self, batches: Iterator[Any], state: State, start: int, consumed: int, logger: RunLogger
+        self,
+        batches: Iterator[Any],
+        state: State,
+        start: int,
+        consumed: int,
+        logger: RunLogger,
+        profiler: StepProfiler,
     ) -> Result:
         config, program, exits = self.config, self.program, self.exits
         trained = self._trained
-        profiler = StepProfiler(config.observe, primary=jax.process_index() == 0)
         step, loss, eval_loss, skipped = start, None, None, 0
         checked: int | None = None  # rows of a step that has been found to fit
         source = exits.breakable(batches)

@@ -5,16 +5,18 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
 from jaxtron.bench.breakdown import breakdown, by_device, kernels_of, read_trace
+from jaxtron.bench.matrix import Outcome, read_matrix, run_matrix, table
 from jaxtron.bench.matrix import __doc__ as matrix_help
-from jaxtron.bench.matrix import read_matrix, run_matrix, table
 from jaxtron.bench.scopes import COMMAND_BUFFERS, ScopeTimes, read_step_text, scope_times
 from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
 from jaxtron.bench.timeline import measured_timeline
@@ -110,7 +112,9 @@ def main(argv: list[str] | None = None) -> int:
         metavar="PREFIX",
         help="writes PREFIX.jsonl, PREFIX.md and a plot, PREFIX.svg",
     )
-    matrix.add_argument("--timeout", type=float, default=600, help="seconds a case may take")
+    matrix.add_argument(
+        "--timeout", type=at_least(1, float), default=600, help="seconds a case may take"
+    )
     matrix.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="for all cases, after their own"
     )
@@ -127,6 +131,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.verb == "step":
         _record(args, _time(args, None), None)
     elif args.read is not None:
+        if drawn is None and (args.config or args.overrides):
+            raise ConfigError(
+                f"--read breaks down the trace in {args.read}, of which --config and overrides say "
+                "nothing without --timeline: leave them out, or leave out --read"
+            )
         _record(args, None, _print_breakdown(args.read, args, drawn))
     else:
         with tempfile.TemporaryDirectory() as scratch:
@@ -167,21 +176,39 @@ def _matrix(args: argparse.Namespace) -> int:
     for file in (json_file, table_file, plot_file):
         if file.exists():
             raise ConfigError(f"{file} exists: move it away, or give another --output")
-    outcomes = run_matrix(
-        cases,
-        json_file,
-        overrides=args.overrides,
-        timeout_s=args.timeout,
-        report=lambda line: print(line, flush=True),
-    )
+    outcomes: list[Outcome] = []
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        for outcome in run_matrix(
+            cases,
+            json_file,
+            overrides=args.overrides,
+            timeout_s=args.timeout,
+            report=lambda line: print(line, flush=True),
+        ):
+            outcomes.append(outcome)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        names = [case.name for case in cases.cases[len(outcomes) :]]
+        outcomes += [Outcome(name, None, "interrupted before its end") for name in names]
+        _write_matrix(outcomes, json_file, table_file, plot_file)
+    return 1 if any(outcome.timing is None for outcome in outcomes) else 0
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _write_matrix(
+    outcomes: Sequence[Outcome], json_file: Path, table_file: Path, plot_file: Path
+) -> None:
     text = table(outcomes)
     table_file.write_text(text)
-    written = [table_file, json_file]
+    written = [table_file, *([json_file] if json_file.exists() else [])]
     if rates := {o.name: o.timing["tflops_per_gpu"] for o in outcomes if o.timing is not None}:
         plot_file.write_text(rates_plot(rates))
         written.append(plot_file)
     print(f"\n{text}\nwritten to {', '.join(map(str, written))}")
-    return 1 if any(outcome.timing is None for outcome in outcomes) else 0
 
 
 def _time(args: argparse.Namespace, trace: Path | None) -> StepTiming | None:
@@ -245,6 +272,8 @@ def _check_folder(file: Path | None, option: str) -> None:
     """Refuse a result's file whose folder is missing, before anything is measured."""
     if file is not None and not file.parent.is_dir():
         raise ConfigError(f"{option} is {file}, but there is no folder {file.parent}: make it")
+    if file is not None and file.is_dir():
+        raise ConfigError(f"{option} is {file}, which is a folder: give a file in it")
 
 
 def _print_breakdown(

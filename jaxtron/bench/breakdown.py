@@ -3,6 +3,7 @@
 import gzip
 import json
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -208,11 +209,16 @@ def read_trace(folder: Path) -> list[dict[str, Any]]:
     """Events of the newest trace under ``folder``.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or it cannot be read.
     """
     files = sorted(folder.rglob("*.trace.json.gz"), key=lambda f: f.stat().st_mtime)
     if not files:
         raise DataError(f"{folder} holds no trace (*.trace.json.gz)")
-    with gzip.open(files[-1], "rt") as file:
-        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    try:
+        with gzip.open(files[-1], "rt") as file:
+            events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{files[-1]} is no trace, or only a part of one: {type(error).__name__}: {error}"
+        ) from error
     return events

@@ -17,7 +17,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,13 +80,23 @@ def read_matrix(path: Path) -> Matrix:
         matrix = Matrix.model_validate(raw)
     except OSError as error:
         raise ConfigError(f"cannot read the benchmark matrix {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error.reason} at byte {error.start})") from None
     except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(map(_problem, error.errors()))) from error
+        found = error.errors()
+        inner = [e for e in found if not any(_within(other, e) for other in found)]
+        raise ConfigError(f"{path}: " + "; ".join(map(_problem, inner))) from error
     names = [case.name for case in matrix.cases]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{path}: several cases are named {', '.join(twice)}: give each its own")
     return matrix
+
+
+def _within(inner: ErrorDetails, outer: ErrorDetails) -> bool:
+    """Whether one error's place lies inside of another's, which then follows from it."""
+    size = len(outer["loc"])
+    return len(inner["loc"]) > size and inner["loc"][:size] == outer["loc"]
 
 
 def _problem(error: ErrorDetails) -> str:
@@ -125,8 +135,10 @@ def run_matrix(
     timeout_s: float,
     report: Callable[[str], None],
     overrides: Sequence[str] = (),
-) -> list[Outcome]:
+) -> Iterator[Outcome]:
     """Run the cases one after the other; one that fails does not stop the others.
+
+    What ends this process while a case runs, as an exception, ends the case too.
 
     Args:
         matrix: the cases.
@@ -135,7 +147,6 @@ def run_matrix(
         report: called with a line for people after each case.
         overrides: ``section.key=value`` for all cases.
     """
-    outcomes = []
     for case in matrix.cases:
         lines = json_file.read_text().splitlines() if json_file.exists() else []
         try:
@@ -149,15 +160,15 @@ def run_matrix(
             error = _last_line(done.stderr) if done.returncode else ""
         except subprocess.TimeoutExpired:
             error = f"took more than {timeout_s:g} s"
+        new = json_file.read_text().splitlines()[len(lines) :] if json_file.exists() else []
+        if not error and len(new) != 1:
+            error = "it ended without a result"
         if error:
-            outcome = Outcome(case.name, None, error)
             report(f"{case.name:32s} failed: {error}")
+            yield Outcome(case.name, None, error)
         else:
-            [line] = json_file.read_text().splitlines()[len(lines) :]
-            outcome = Outcome(case.name, json.loads(line))
             report(done.stdout.strip().partition("\n")[0])
-        outcomes.append(outcome)
-    return outcomes
+            yield Outcome(case.name, json.loads(new[0]))
 
 
 def _last_line(text: str) -> str:

@@ -1,11 +1,14 @@
 """A trace of chosen steps of a real run, for TensorBoard's profile plug-in, XProf or Perfetto."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxtron.observe.config import ObserveConfig
+
+logger = logging.getLogger(__name__)
 
 PROFILE_FOLDER = "profile"
 
@@ -20,6 +23,8 @@ class StepProfiler:
         profiler.before_step(step, state)
         state, metrics = train_step(state, batch)
         profiler.after_step(step, metrics)
+        ...
+        profiler.close()
     """
 
     def __init__(self, config: ObserveConfig, *, primary: bool) -> None:
@@ -27,6 +32,7 @@ class StepProfiler:
         self._steps: tuple[int, int] | None = config.profile_steps if primary else None
         self._folder = Path(config.dir or ".") / PROFILE_FOLDER
         self._tracing = False
+        self._first = self._last = 0  # steps that the trace holds
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
 
     def before_step(self, step: int, pending: Any) -> None:
@@ -41,7 +47,8 @@ class StepProfiler:
         if not self._tracing:
             jax.block_until_ready(pending)
             jax.profiler.start_trace(str(self._folder))
-            self._tracing = True
+            self._tracing, self._first = True, step
+        self._last = step
         self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
         self._annotation.__enter__()
 
@@ -74,4 +81,5 @@ class StepProfiler:
     def _stop(self) -> Path:
         jax.profiler.stop_trace()
         self._tracing = False
+        logger.info("trace of steps %d to %d written to %s", self._first, self._last, self._folder)
         return self._folder

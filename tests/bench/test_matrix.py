@@ -1,6 +1,10 @@
 """Several benchmarks from one file."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,74 @@ def test_a_case_that_fails_is_named_and_the_others_run(
         main(["matrix", str(file)])
 
 
+WRITES_NOTHING = """
+config: tiny
+steps: 1
+overrides: [model.num_layers=1]
+cases:
+  - {name: nothing, overrides: [--help]}
+  - {name: second, environment: {XLA_FLAGS: --no_such_flag}}
+"""
+
+
+def test_a_case_without_a_result_and_one_with_its_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["matrix", str(write(tmp_path, WRITES_NOTHING))]) == 1
+    nothing, second = (tmp_path / "matrix.md").read_text().splitlines()[2:4]
+    assert nothing.startswith("| nothing | failed: it ended without a result")
+    assert second.startswith("| second | failed") and "no_such_flag" in second
+    assert "matrix.jsonl" not in capsys.readouterr().out  # not written
+
+
+def test_a_case_that_takes_too_long(tmp_path: Path) -> None:
+    assert main(["matrix", str(write(tmp_path, SMALL)), "--timeout", "1"]) == 1
+    rows = (tmp_path / "matrix.md").read_text().splitlines()
+    assert rows[2].startswith("| good | failed: took more than 1 s")
+    for seconds in ("0", "nan"):
+        with pytest.raises(SystemExit):
+            main(["matrix", str(tmp_path / "matrix.yaml"), "--timeout", seconds])
+
+
+def test_sigterm_ends_the_case_too_and_keeps_what_ran(tmp_path: Path) -> None:
+    """The second case would run for hours."""
+    text = SMALL.replace("name: wrong, overrides: [parallel.tensor=3]", "name: long")
+    file = write(tmp_path, text.replace("steps: 1\n", "steps: 1000000\n", 1))
+    # the first case is short: what ran before is in the table
+    file.write_text(file.read_text().replace("name: good,", "name: good, overrides: [x=1],"))
+    script = "import sys; from jaxtron.bench.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "matrix", str(file), "runtime.cpu_devices=1"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "failed" in process.stdout.readline()  # then the second case begins
+    [child] = _children(process.pid)
+    process.terminate()
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    rows = (tmp_path / "matrix.md").read_text().splitlines()
+    assert rows[3] == "| long | failed: interrupted before its end | | | | | | |"
+    assert not Path(f"/proc/{child}").exists()
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that ``pid`` has started, once there are any."""
+    for _ in range(200):
+        found = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _parent(p) == pid]
+        if found:
+            return found
+        time.sleep(0.05)
+    return []
+
+
+def _parent(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return None
+
+
 def test_settings_of_all_come_before_those_of_a_case(tmp_path: Path) -> None:
     matrix = read_matrix(write(tmp_path, SMALL))
     words = command(matrix, matrix.cases[1], Path("out"), ["a.b=1"])
@@ -63,11 +135,22 @@ def test_settings_of_all_come_before_those_of_a_case(tmp_path: Path) -> None:
         ("[1, 2]", r"expected a mapping with config, .*, cases, found \[1, 2\]"),
         ("cases: [{name: a}, {name: a}]", "several cases are named a"),
         ("cases: [", "not valid YAML"),
+        (
+            "cases: [{name: a, environment: {X: 0}}]",
+            r"matrix.yaml: cases.0.environment.X is 0: Input should be a valid string$",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_matrix(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "matrix.yaml"
+    file.write_bytes(b"cases: [{name: \xff}]")
+    with pytest.raises(ConfigError, match=r"matrix.yaml is not UTF-8 \(invalid start byte"):
+        read_matrix(file)
 
 
 def test_the_table_compares_with_the_first_case() -> None:

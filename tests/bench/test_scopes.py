@@ -88,6 +88,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_trace_that_is_read_has_no_configuration(folder: Path) -> None:
+    for words in (["--config", "tiny"], ["model.num_layers=2"]):
+        with pytest.raises(ConfigError, match="--read breaks down the trace in"):
+            main(["profile", "--read", str(folder), *words])
+
+
 def test_time_is_told_apart_by_scope_and_pass_and_none_is_dropped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

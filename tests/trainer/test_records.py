@@ -114,3 +114,16 @@ def test_steps_before_bad_data_are_logged_and_saved(tmp_path):
         train(tmp_path, data=broken, checkpoint={"interval": 5})
     assert [line["step"] for line in steps(tmp_path)] == [1, 2, 3, 4, 5]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["5"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ends", "held"), [([2, 3], {}, "2 to 3"), ([3, 9], {"exit_interval": 4}, "3 to 4")]
+)
+def test_chosen_steps_are_traced_also_of_a_run_that_ends_among_them(
+    chosen, ends, held, tmp_path, caplog
+):
+    folder = tmp_path / "observed"
+    with caplog.at_level("INFO"):
+        train(tmp_path, observe={"dir": str(folder), "profile_steps": chosen}, train=ends)
+    assert len(list((folder / "profile").rglob("*.xplane.pb"))) == 1
+    assert f"trace of steps {held} written to {folder / 'profile'}" in caplog.text
