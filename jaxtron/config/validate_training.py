@@ -9,6 +9,7 @@ from jaxtron.errors import ConfigError, JaxtronError
 from jaxtron.mesh.rules import check_layers, make_rules
 from jaxtron.optim.optimizer import find_factory
 from jaxtron.optim.schedule import check_schedule
+from jaxtron.parallel.overlap import plan_overlap
 from jaxtron.precision.checks import check_recipe
 
 Axes = Mapping[str, int]
@@ -90,10 +91,18 @@ def _profiled_steps_are_run(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _overlap_can_act(config: Config, axes: Axes) -> Iterator[str]:
+    try:
+        plan_overlap(config.parallel, axes, unroll=True, platform="cpu")
+    except ConfigError as error:
+        yield str(error)
+
+
 TRAINING_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _pipeline_keeps_weights,
     _layers_can_use_rules,
     _experts_can_be_copies,
+    _overlap_can_act,
     _tokenizer_fits_vocabulary,
     _profiled_steps_are_run,
     _optimizer_can_be_built,

@@ -130,6 +130,8 @@ def test_features_show_what_is_really_on():
     staged = inspect_layout(tiny(pipeline=2), 2)
     assert feature(staged, "pipeline parallelism") == "2 stages of 2 layers, schedule 1f1b"
     assert feature(staged, "training") == "possible in this version"
+    behind = inspect_layout(tiny(pipeline=2, overlap_grad_reduce="true"), 2)
+    assert "parallel.overlap_grad_reduce is true" in feature(behind, "training")
     refused = inspect_layout(tiny(pipeline=2, data_sharding="optim_grads_params"), 2)
     assert "parallel.pipeline is 2" in feature(refused, "training")
 
