@@ -37,7 +37,7 @@ EXAMPLE = """examples:
   python -m jaxtron.bench profile --config configs/llama3_8b.yaml --scopes model.num_layers=8
   python -m jaxtron.bench step --config configs/llama3_8b.yaml --documents 4096 1.2 \\
       data.seq_length=65536 model.max_position_embeddings=65536 parallel.context=4 \\
-      parallel.dynamic_context=true data.reset_attention_mask=true data.reset_position_ids=true
+      parallel.dynamic_context=true
   python -m jaxtron.bench profile --read runs/llama/profile --traced-steps 3
   python -m jaxtron.bench profile --config configs/llama3_8b.yaml --timeline step.svg \\
       --traced-steps 1 model.num_layers=8 parallel.pipeline=2 parallel.fsdp=1
