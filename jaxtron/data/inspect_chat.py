@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtron.data.chat import ChatTemplate, Tokens, encode, read_conversations
+from jaxtron.data.chat import ASSISTANT, ChatTemplate, Tokens, encode, read_conversations
 from jaxtron.data.documents import find_sources
 from jaxtron.data.inspect_parts import Lengths, Sample, at_even_distances, report_text, summary
 from jaxtron.data.packing import PACKINGS
@@ -82,7 +82,7 @@ class ChatReport:
         """Name and value of every number."""
         # Quoted, so that a space too many is seen.
         roles = [
-            f"{role!r} {count}{' (trained)' if role == 'assistant' else ''}"
+            f"{role!r} {count}{' (trained)' if role == ASSISTANT else ''}"
             for role, count in self.roles.items()
         ]
         facts = [
