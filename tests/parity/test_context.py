@@ -28,8 +28,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hierarchical": {"context_all_to_all": 2},
 }
 
-# Among these: every strategy with every other axis (all_gather with fsdp and pipeline in
-# FOUR_AXES), every strategy alone with the most devices that the product has it on, every size,
+# Among these: every strategy with every axis that it goes with (all_gather with fsdp and pipeline
+# in FOUR_AXES), every strategy alone with the most devices that the product has it on, every size,
 # packed, cut and plain rows, grouped heads, sliding window, norms of queries and keys, dropout,
 # learned positions, every level of data sharding, every kind of recomputation, both layer loops.
 # Eight members beside another axis take 16 devices; they are in the full product.
