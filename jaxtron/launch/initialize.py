@@ -15,7 +15,7 @@ from jaxtron.launch.config import RuntimeConfig
 from jaxtron.launch.gpus import VisibleGpus, visible_gpus
 from jaxtron.launch.plan import LaunchPlan, is_loopback, plan_launch, split_address
 from jaxtron.launch.rendezvous import roll_call
-from jaxtron.launch.xla_flags import check_known, combine, table_rows, with_determinism
+from jaxtron.launch.xla_flags import check_known, combine, table_rows, unmeasured, with_determinism
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,9 @@ def initialize(
         log.warning("launch: %s", warning)
     if plan.num_processes > 1 or plan.local_device_ids is not None:
         log.info("launch: %s", plan.describe())
+    missing = unmeasured(compute_capability, jax.__version__)
+    if missing is not None and plan.process_id == 0:
+        log.warning("launch: %s", missing)
     _set_xla_flags(plan, runtime, compute_capability)
     if runtime.gpu_memory_fraction is not None and not xla_bridge.backends_are_initialized():
         os.environ.setdefault(MEMORY_FRACTION, str(runtime.gpu_memory_fraction))

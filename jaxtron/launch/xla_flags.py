@@ -25,12 +25,14 @@ class FlagRow:
 
     Attributes:
         compute_capability: of the GPU (``9.0``: H100, H200).
-        jax: release series of JAX (``0.11``).
+        jax: release series of JAX (``0.11``) that it was measured with.
         name: flag without dashes.
         value: as XLA reads it.
         measured: what was seen.
         steps: the training steps that it is for, given as one is compiled; None: for the whole
             process.
+        compiled: release series whose compiled steps change by it as the measured one's do. Nothing
+            was timed with them. What shows only as a step runs has none.
     """
 
     compute_capability: str
@@ -39,6 +41,7 @@ class FlagRow:
     value: str
     measured: str
     steps: "StepKind | None" = None
+    compiled: tuple[str, ...] = ()
 
 
 StepKind = Literal["branching", "exchange", "permutations", "parts"]
@@ -59,6 +62,7 @@ TABLE: tuple[FlagRow, ...] = (
         value="false",
         measured="8 Llama-3-8B layers, bf16, JAX 0.11.2: one H100 522 -> 542 TFLOP/s, one H200 "
         "568 -> 590",
+        compiled=("0.12",),
     ),
     FlagRow(
         compute_capability="9.0",
@@ -67,6 +71,7 @@ TABLE: tuple[FlagRow, ...] = (
         value="0",  # by itself XLA joins small products of one array, and copies for it
         measured="8 Llama-3-8B layers, bf16, micro-batch 1, one H200, JAX 0.11.2: 1393.7 -> 1371.8 "
         "ms; 8 Qwen3-30B layers: 484.1 -> 481.3 ms",
+        compiled=("0.12",),
     ),
     FlagRow(
         compute_capability="9.0",
@@ -76,6 +81,7 @@ TABLE: tuple[FlagRow, ...] = (
         measured="pipeline 2 with 2 chunks of 2 layers, two H200, JAX 0.11.2: 1517 -> 1507 ms; "
         "tensor 2 with two microbatches at once: 736 -> 741 ms with a limit of 2",
         steps="branching",
+        compiled=("0.12",),
     ),
     FlagRow(
         compute_capability="9.0",
@@ -137,6 +143,37 @@ def table_rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRo
     return tuple(row for row in _rows(compute_capability, jax_version) if row.steps is None)
 
 
+def unmeasured(compute_capability: str | None, jax_version: str) -> str | None:
+    """What a user should know who has GPUs, or a JAX, that the table was not measured with.
+
+    Args:
+        compute_capability: of the GPUs, None for CPUs.
+        jax_version: as JAX tells it.
+
+    Returns:
+        the text of a warning; None: measured, or no GPUs.
+    """
+    if compute_capability is None:
+        return None
+    table = [row for row in TABLE if row.compute_capability == compute_capability]
+    if not table:
+        return (
+            f"no compiler flags were measured on GPUs of compute capability {compute_capability}: "
+            "XLA's defaults hold (runtime.xla_flags sets others)"
+        )
+    series = sorted({row.jax for row in table})
+    if _series(jax_version) in series:
+        return None
+    left = [row for row in table if row not in _rows(compute_capability, jax_version)]
+    names = ", ".join(dict.fromkeys(row.name for row in left))
+    return (
+        f"the table of compiler flags for these GPUs was measured with JAX {' and '.join(series)}, "
+        f"not with {jax_version}: XLA's defaults hold for {names}, so steps can be slower than "
+        f"docs/performance.md says. Install jax=={series[-1]}.*, or set what you measured as "
+        "faster in runtime.xla_flags"
+    )
+
+
 def step_flags(
     compute_capability: str | None,
     jax_version: str,
@@ -188,10 +225,16 @@ def copies_permutations(compute_capability: str | None, jax_version: str, enviro
 
 
 def _rows(compute_capability: str | None, jax_version: str) -> tuple[FlagRow, ...]:
-    series = ".".join(jax_version.split(".")[:2])
+    series = _series(jax_version)
     return tuple(
-        row for row in TABLE if row.compute_capability == compute_capability and row.jax == series
+        row
+        for row in TABLE
+        if row.compute_capability == compute_capability and series in (row.jax, *row.compiled)
     )
+
+
+def _series(jax_version: str) -> str:
+    return ".".join(jax_version.split(".")[:2])
 
 
 def combine(

@@ -139,3 +139,11 @@ def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path):
     runtime = RuntimeConfig(compilation_cache_dir=str(tmp_path / "file" / "cache"))
     with pytest.raises(LaunchError, match=r"runtime\.compilation_cache_dir"):
         initialize(LaunchPlan(), runtime)
+
+
+def test_gpus_that_no_flag_was_measured_on_are_told_once_a_job(caplog):
+    initialize(LaunchPlan(), RuntimeConfig(), compute_capability="10.0")
+    assert caplog.text.count("compute capability 10.0") == 1
+    plan = LaunchPlan(process_id=1)
+    initialize(plan, RuntimeConfig(), compute_capability="10.0")
+    assert caplog.text.count("compute capability 10.0") == 1

@@ -15,6 +15,7 @@ from jaxtron.launch.xla_flags import (
     copies_permutations,
     step_flags,
     table_rows,
+    unmeasured,
     with_determinism,
     words,
 )
@@ -27,6 +28,33 @@ def test_table_serves_only_what_was_measured():
     assert found == {TRITON: "false", "xla_gpu_dot_merger_threshold_mb": "0"}
     for capability, version in ((None, "0.11.2"), ("8.0", "0.11.2"), ("9.0", "0.10.2")):
         assert table_rows(capability, version) == ()
+
+
+def test_rows_that_only_a_compiled_step_speaks_for_hold_and_the_rest_is_told():
+    rows = table_rows("9.0", "0.12.0.1")
+    assert [row.name for row in rows] == [TRITON, "xla_gpu_dot_merger_threshold_mb"]
+    kinds = ["branching", "exchange", "permutations"]
+    assert step_flags("9.0", "0.12.0.1", "", kinds) == {AT_ONCE: "4"}
+    told = unmeasured("9.0", "0.12.0.1")
+    assert told is not None and TRITON not in told and "jax==0.11.*" in told and "0.12.0.1" in told
+    assert COPIES in told and PERMUTATIONS in told
+
+
+@pytest.mark.parametrize(
+    "capability, version, words_told",
+    [
+        (None, "0.10.2", None),
+        ("9.0", "0.11.2", None),
+        ("9.0", "0.10.2", ["0.10.2", TRITON, "jax==0.11.*", "runtime.xla_flags"]),
+        ("10.0", "0.11.2", ["10.0", "runtime.xla_flags"]),
+    ],
+)
+def test_gpus_and_versions_that_were_not_measured_are_told(capability, version, words_told):
+    told = unmeasured(capability, version)
+    if words_told is None:
+        assert told is None
+    else:
+        assert told is not None and all(word in told for word in words_told)
 
 
 def test_a_step_has_flags_by_its_kind_unless_they_are_given():
