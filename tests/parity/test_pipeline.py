@@ -1,5 +1,6 @@
 """Pipelines: loss, gradients, norms and next state equal those of one device (O10, O13)."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -20,31 +21,62 @@ from tests.parity.harness import (
     make_config,
     rows_of,
 )
-from tests.parity.pipeline_arms import ARMS, SCHEDULES, check_arm, parallel_of
+from tests.parity.pipeline_arms import ARMS, SCHEDULES, Arm, check_arm, parallel_of
 from tests.parity.test_parity import GPT2, check
 
-WIDE = [arm for arm in ARMS if devices_of(parallel_of(*arm[:3])) > 8]
-DEFAULT = [
+
+def devices_of_arm(arm: Arm) -> int:
+    return devices_of(parallel_of(*arm[:3]))
+
+
+DEFAULT: list[Arm] = [
+    (2, "1f1b", "alone", "4p"),
+    (2, "1f1b", "data2", "odd"),
     (2, "1f1b", "data2-tensor2", "odd"),
-    (2, "interleaved", "tensor2", "4p"),
-    (4, "1f1b", "fsdp2", "4p"),
-    (4, "interleaved", "data2", "p"),
-    (4, "gpipe", "alone", "odd"),
-    (8, "1f1b", "alone", "p"),
+    (2, "gpipe", "tensor2", "odd"),
+    (2, "gpipe", "fsdp2", "odd"),
+    (2, "gpipe", "data2", "4p"),
     (2, "gpipe", "data2-tensor2", "4p"),
-    (8, "gpipe", "alone", "p"),
+    (2, "interleaved", "tensor2", "4p"),
+    (2, "interleaved", "fsdp2", "p"),
+    (2, "interleaved", "data2-tensor2", "p"),
+    (4, "1f1b", "tensor2", "p"),
+    (4, "1f1b", "fsdp2", "4p"),
+    (4, "gpipe", "alone", "odd"),
+    (4, "interleaved", "data2", "p"),
+    (8, "1f1b", "alone", "odd"),
+    (8, "gpipe", "alone", "4p"),
     (8, "interleaved", "alone", "p"),
+    # of 16 and 32 devices
+    (4, "gpipe", "data2-tensor2", "p"),
+    (8, "gpipe", "tensor2", "p"),
+    (8, "interleaved", "fsdp2", "p"),
+    (8, "1f1b", "data2", "p"),
+    (8, "1f1b", "data2-tensor2", "p"),
 ]
+"""Every pair of two choices that the product has (:func:`test_default_arms_have_every_pair`)."""
+REST = sorted(set(ARMS) - set(DEFAULT))
+
+
+def test_default_arms_have_every_pair() -> None:
+    def pairs(arms: list[Arm]) -> set[Any]:
+        return {pair for arm in arms for pair in itertools.combinations(enumerate(arm), 2)}
+
+    assert pairs(DEFAULT) == pairs(ARMS)
 
 
 @pytest.mark.parametrize(("stages", "schedule", "other", "count"), DEFAULT)
 def test_pipeline_equals_one_device(stages: int, schedule: str, other: str, count: str) -> None:
-    check_arm(stages, schedule, other, count)
+    arm = stages, schedule, other, count
+    if devices_of_arm(arm) <= 8:
+        check_arm(*arm)
+    else:
+        check_in_a_process(devices_of_arm(arm), [arm])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stages", "schedule", "other", "count"), sorted(set(ARMS) - set(DEFAULT) - set(WIDE))
+    ("stages", "schedule", "other", "count"), [arm for arm in REST if devices_of_arm(arm) <= 8]
 )
 def test_full_product_equals_one_device(stages: int, schedule: str, other: str, count: str) -> None:
     check_arm(stages, schedule, other, count)
@@ -53,20 +85,22 @@ def test_full_product_equals_one_device(stages: int, schedule: str, other: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "stages", "schedule", "count"),
-    sorted({(devices_of(parallel_of(*arm[:3])), *arm[:2], arm[3]) for arm in WIDE}),
+    sorted({(devices_of_arm(arm), *arm[:2], arm[3]) for arm in REST if devices_of_arm(arm) > 8}),
 )
 def test_more_than_eight_devices_equal_one(
     devices: int, stages: int, schedule: str, count: str
 ) -> None:
     group = devices, stages, schedule, count
-    arms = [
-        "-".join(map(str, arm))
-        for arm in WIDE
-        if (devices_of(parallel_of(*arm[:3])), *arm[:2], arm[3]) == group
-    ]
+    arms = [arm for arm in REST if (devices_of_arm(arm), *arm[:2], arm[3]) == group]
+    check_in_a_process(devices, arms)
+
+
+def check_in_a_process(devices: int, arms: list[Arm]) -> None:
+    """PARITY of arms, in a process that has as many devices."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={devices}")
+    names = ["-".join(map(str, arm)) for arm in arms]
     subprocess.run(
-        [sys.executable, "-m", "tests.parity.pipeline_arms", *arms],
+        [sys.executable, "-m", "tests.parity.pipeline_arms", *names],
         env={**os.environ, "XLA_FLAGS": flags},
         cwd=Path(__file__).parents[2],
         check=True,
@@ -102,10 +136,18 @@ def test_uneven_chunks_with_scanned_layers() -> None:
     )
 
 
-def test_gpt2_style_model_with_tied_embeddings() -> None:
-    check(
+@pytest.mark.parametrize(
+    "parallel",
+    [
         {"pipeline": 2, "tensor": 2, "data": 2},
-        model=GPT2,
+        {"pipeline": 2, "fsdp": 2, "data_sharding": "no_shard", **SCHEDULES["interleaved"]},
+    ],
+    ids=["1f1b", "interleaved, no_shard"],
+)
+def test_gpt2_style_model_with_tied_embeddings(parallel: dict[str, Any]) -> None:
+    check(
+        parallel,
+        model={**GPT2, "num_layers": 4},
         train={"num_microbatches": 4, "layer_loop": "unroll"},
     )
 

@@ -33,6 +33,12 @@ DENSE_MESHES = {
         "pipeline_schedule": "interleaved",
         "pipeline_layout": "Ett|t|tt|tL",
     },
+    "pipeline 4, interleaved": {
+        "pipeline": 4,
+        "virtual_pipeline": 2,
+        "pipeline_schedule": "interleaved",
+        "pipeline_layout": "E|t|t|t|t|t|t|L",
+    },
 }
 MIXTURE = {
     "model": {
@@ -57,13 +63,15 @@ DENSE_WAY = [
     "tensor 2 x pipeline 4",
     "pipeline 2 x context 2 x data 2",
     "1 device",
+    "pipeline 4, interleaved",
+    "1 device",
 ]
 MIXTURE_WAY = [*MIXTURE_MESHES, "1 device"]
 
 
 def sections(model, mesh, **more):
-    """Of a run on a mesh; every mesh cuts the batch alike, for the pipelines' sake."""
-    microbatches = {"num_microbatches": 2} if "pipeline" in mesh else {}
+    """Of a run on a mesh; a pipeline has as many microbatches as stages."""
+    microbatches = {"num_microbatches": mesh["pipeline"]} if "pipeline" in mesh else {}
     parallel = {**mesh, "fsdp": mesh.get("fsdp", 1)}
     train = {"steps": 8, **microbatches, **more}
     return {**model, "parallel": parallel, "train": train, "optimizer": {"lr_decay_steps": 8}}
