@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxtron.bench.breakdown import breakdown, by_device, kernels_of, read_trace
-from jaxtron.bench.matrix import Outcome, read_matrix, run_matrix, table
+from jaxtron.bench.matrix import Outcome, read_matrix, read_results, run_matrix, table
 from jaxtron.bench.matrix import __doc__ as matrix_help
 from jaxtron.bench.scopes import COMMAND_BUFFERS, ScopeTimes, read_step_text, scope_times
 from jaxtron.bench.step import DocumentLengths, StepTiming, time_step
@@ -116,6 +116,12 @@ def main(argv: list[str] | None = None) -> int:
         "--timeout", type=at_least(1, float), default=600, help="seconds a case may take"
     )
     matrix.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the results in PREFIX.jsonl: run the cases that have none yet, or failed, "
+        "or have other settings now",
+    )
+    matrix.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="for all cases, after their own"
     )
     args = parse_with_overrides(parser, argv)
@@ -174,8 +180,12 @@ def _matrix(args: argparse.Namespace) -> int:
     prefix = args.output or args.file.with_suffix("")
     json_file, table_file, plot_file = (Path(f"{prefix}.{end}") for end in ("jsonl", "md", "svg"))
     for file in (json_file, table_file, plot_file):
-        if file.exists():
-            raise ConfigError(f"{file} exists: move it away, or give another --output")
+        if file.exists() and not args.resume:
+            raise ConfigError(
+                f"{file} exists: go on with it by --resume, move it away, or give another --output"
+            )
+    if args.resume and json_file.exists():
+        read_results(json_file)
     outcomes: list[Outcome] = []
     before = signal.signal(signal.SIGTERM, _end)
     try:

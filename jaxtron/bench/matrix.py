@@ -10,13 +10,16 @@ The file is YAML::
       - {name: 1 GPU, environment: {CUDA_VISIBLE_DEVICES: "0"}, overrides: [parallel.fsdp=1]}
       - {name: fsdp 4, overrides: [parallel.fsdp=4]}
 
-The first case is what the others are compared with.
+The first case is what the others are compared with. Every case adds a line of JSON to the results:
+its settings, and what was measured or the error. ``--resume`` takes from them the cases that have a
+result with the same settings, and runs the others.
 """
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +71,11 @@ class Outcome:
     timing: Mapping[str, Any] | None
     error: str = ""
 
+    def line(self, settings: Mapping[str, Any]) -> str:
+        """A line of the results."""
+        found = {"error": self.error} if self.timing is None else self.timing
+        return json.dumps({"name": self.name, "settings": settings, **found}) + "\n"
+
 
 def read_matrix(path: Path) -> Matrix:
     """Read a file.
@@ -112,20 +120,48 @@ def _problem(error: ErrorDetails) -> str:
     return f"{place} is {error['input']!r}: {error['msg']}"
 
 
-def command(
-    matrix: Matrix, case: Case, json_file: Path, overrides: Sequence[str] = ()
-) -> list[str]:
-    """The process of a case; ``overrides`` come after its own."""
-    config = case.config or matrix.config
+def settings_of(matrix: Matrix, case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that a case's result depends on; ``overrides`` come after its own."""
+    return {
+        "config": case.config or matrix.config,
+        "steps": matrix.steps,
+        "warmup": matrix.warmup,
+        "overrides": [*matrix.overrides, *case.overrides, *overrides],
+        "environment": case.environment,
+    }
+
+
+def command(name: str, settings: Mapping[str, Any], json_file: Path) -> list[str]:
+    """The process of a case."""
+    config = settings["config"]
     return [
         *(sys.executable, "-m", "jaxtron.bench", "step"),
         *(() if config is None else ("--config", config)),
-        *("--name", case.name, "--json", str(json_file)),
-        *("--steps", str(matrix.steps), "--warmup", str(matrix.warmup)),
-        *matrix.overrides,
-        *case.overrides,
-        *overrides,
+        *("--name", name, "--json", str(json_file)),
+        *("--steps", str(settings["steps"]), "--warmup", str(settings["warmup"])),
+        *settings["overrides"],
     ]
+
+
+def read_results(json_file: Path) -> dict[str, dict[str, Any]]:
+    """The newest line of every case in a file of results.
+
+    Raises:
+        ConfigError: a line is not of a matrix.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for number, line in enumerate(json_file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            found = json.loads(line)
+        except json.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict) or not {"name", "settings"} <= found.keys():
+            raise ConfigError(
+                f"{json_file}:{number} is not a result of a benchmark matrix (a JSON object with "
+                "name and settings): remove the line, or leave out --resume"
+            )
+        results[found["name"]] = found
+    return results
 
 
 def run_matrix(
@@ -142,17 +178,35 @@ def run_matrix(
 
     Args:
         matrix: the cases.
-        json_file: gets a line for every case that ran.
+        json_file: gets a line for every case that ran. Cases that it has a result of, with the
+            same settings, are not run again.
         timeout_s: seconds that a case may take.
         report: called with a line for people after each case.
         overrides: ``section.key=value`` for all cases.
     """
+    before = read_results(json_file) if json_file.exists() else {}
     for case in matrix.cases:
-        lines = json_file.read_text().splitlines() if json_file.exists() else []
+        settings = settings_of(matrix, case, overrides)
+        old = before.get(case.name, {})
+        if "error" not in old and old.get("settings") == settings:
+            report(f"{case.name:32s} has a result")
+            yield Outcome(case.name, old)
+            continue
+        outcome, line = _run_case(case.name, settings, timeout_s)
+        with json_file.open("a", encoding="utf-8") as file:
+            file.write(outcome.line(settings))
+        report(line)
+        yield outcome
+
+
+def _run_case(name: str, settings: Mapping[str, Any], timeout_s: float) -> tuple[Outcome, str]:
+    """What a case's process measured, and a line for people."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.jsonl"
         try:
             done = subprocess.run(
-                command(matrix, case, json_file, overrides),
-                env={**os.environ, **case.environment},
+                command(name, settings, result),
+                env={**os.environ, **settings["environment"]},
                 capture_output=True,
                 text=True,
                 timeout=timeout_s,
@@ -160,15 +214,11 @@ def run_matrix(
             error = _last_line(done.stderr) if done.returncode else ""
         except subprocess.TimeoutExpired:
             error = f"took more than {timeout_s:g} s"
-        new = json_file.read_text().splitlines()[len(lines) :] if json_file.exists() else []
-        if not error and len(new) != 1:
+        if not error and not result.exists():
             error = "it ended without a result"
         if error:
-            report(f"{case.name:32s} failed: {error}")
-            yield Outcome(case.name, None, error)
-        else:
-            report(done.stdout.strip().partition("\n")[0])
-            yield Outcome(case.name, json.loads(new[0]))
+            return Outcome(name, None, error), f"{name:32s} failed: {error}"
+        return Outcome(name, json.loads(result.read_text())), done.stdout.strip().partition("\n")[0]
 
 
 def _last_line(text: str) -> str:
@@ -205,7 +255,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
             f"| {'' if peak is None else f'{peak / 2**30:.1f}'} |"
         )
     if timings:
-        versions = ", ".join(f"{name} {v}" for name, v in timings[0]["versions"].items())
         devices = sorted({str(timing["device"]) for timing in timings})
-        rows += ["", f"{'; '.join(devices)}; {versions}"]
+        versions = [
+            ", ".join(f"{name} {v}" for name, v in timing["versions"].items()) for timing in timings
+        ]
+        rows += ["", "; ".join([*devices, *dict.fromkeys(versions)])]
     return "\n".join(rows) + "\n"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxtron.bench.__main__ import main
-from jaxtron.bench.matrix import Outcome, command, read_matrix, table
+from jaxtron.bench.matrix import Outcome, command, read_matrix, settings_of, table
 from jaxtron.config.load import load_config
 from jaxtron.errors import ConfigError
 
@@ -39,14 +39,43 @@ def test_a_case_that_fails_is_named_and_the_others_run(
     assert main(["matrix", str(file), "runtime.cpu_devices=1"]) == 1
     out = capsys.readouterr().out
     assert "wrong" in out and "failed: error: parallel: tensor 3" in out
-    [line] = (tmp_path / "matrix.jsonl").read_text().splitlines()
-    assert json.loads(line)["name"] == "good"
+    lines = (tmp_path / "matrix.jsonl").read_text().splitlines()
+    good, wrong = map(json.loads, lines)
+    assert good["name"] == "good" and good["step_time_s"] > 0
+    assert good["settings"]["environment"] == {"JAXTRON_TEST": "1"}
+    assert good["settings"]["overrides"][-1] == "runtime.cpu_devices=1"
+    assert wrong["name"] == "wrong" and wrong["error"].startswith("error: parallel: tensor 3")
     rows = (tmp_path / "matrix.md").read_text().splitlines()
     plot = (tmp_path / "matrix.svg").read_text()
     assert ">good</text>" in plot and ">wrong</text>" not in plot
     assert rows[2].startswith("| good | 1 device |") and rows[3].startswith("| wrong | failed")
     with pytest.raises(ConfigError, match="matrix.jsonl exists"):
         main(["matrix", str(file)])
+
+
+def test_resume_runs_what_has_no_result_with_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, SMALL)
+    results = tmp_path / "matrix.jsonl"
+    assert main(["matrix", str(file), "runtime.cpu_devices=1"]) == 1
+    first = json.loads(results.read_text().splitlines()[0])
+    file.write_text(SMALL.replace("[parallel.tensor=3]", "[model.num_layers=2]"))
+    assert main(["matrix", str(file), "--resume", "runtime.cpu_devices=1"]) == 0
+    assert "good                             has a result" in capsys.readouterr().out
+    assert [json.loads(line)["name"] for line in results.read_text().splitlines()] == [
+        *("good", "wrong"),
+        "wrong",
+    ]
+    rows = (tmp_path / "matrix.md").read_text().splitlines()
+    assert f"| {1e3 * first['step_time_s']:.1f} |" in rows[2]
+    assert rows[3].startswith("| wrong | 1 device |")
+    # other settings of all cases: none has a result of those
+    assert main(["matrix", str(file), "--resume", "--timeout", "1"]) == 1
+    assert len(results.read_text().splitlines()) == 5
+    results.write_text('{"name": "step"}\n')
+    with pytest.raises(ConfigError, match=r"matrix.jsonl:1 is not a result .*leave out --resume"):
+        main(["matrix", str(file), "--resume"])
 
 
 WRITES_NOTHING = """
@@ -66,7 +95,7 @@ def test_a_case_without_a_result_and_one_with_its_environment(
     nothing, second = (tmp_path / "matrix.md").read_text().splitlines()[2:4]
     assert nothing.startswith("| nothing | failed: it ended without a result")
     assert second.startswith("| second | failed") and "no_such_flag" in second
-    assert "matrix.jsonl" not in capsys.readouterr().out  # not written
+    assert "matrix.svg" not in capsys.readouterr().out  # nothing to draw
 
 
 def test_a_case_that_takes_too_long(tmp_path: Path) -> None:
@@ -119,7 +148,7 @@ def _parent(process: Path) -> int | None:
 
 def test_settings_of_all_come_before_those_of_a_case(tmp_path: Path) -> None:
     matrix = read_matrix(write(tmp_path, SMALL))
-    words = command(matrix, matrix.cases[1], Path("out"), ["a.b=1"])
+    words = command("wrong", settings_of(matrix, matrix.cases[1], ["a.b=1"]), Path("out"))
     assert words[-3:] == ["train.global_batch_size=2", "parallel.tensor=3", "a.b=1"]
     assert words[words.index("--config") + 1] == "tiny"
 
