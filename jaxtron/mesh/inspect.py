@@ -29,6 +29,8 @@ from jaxtron.parallel.param_layout import ParamLayout, is_layout, param_layouts
 from jaxtron.parallel.pipeline.layout import Placement, place_layers
 from jaxtron.parallel.pipeline.stack_order import stack_order
 from jaxtron.precision.dtypes import DTYPES
+from jaxtron.precision.fp8_layers import exceptions
+from jaxtron.precision.fp8_setup import product_names
 
 
 @dataclass(frozen=True)
@@ -158,17 +160,20 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
         ConfigError: the configuration cannot work on that many devices.
     """
     sizes = validate(config, num_devices)
+    model = Decoder(config.model)
+    precision, num_layers = config.precision, config.model.stacked_blocks
     try:
         check_reads(config)
         validate_for_training(config, num_devices)
+        if precision.fp8 is not None:
+            exceptions(precision, product_names(precision, model.products).values(), num_layers)
         refusal = None
     except ConfigError as error:
         refusal = str(error)
-    model = Decoder(config.model)
     rules = make_rules(config.parallel.rules, sizes)
     parallel = config.parallel
     placement = place_layers(
-        config.model.stacked_blocks,
+        num_layers,
         sizes["pipeline"],
         parallel.virtual_pipeline,
         parallel.pipeline_layout,
@@ -183,7 +188,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
     abstract_optimizer = jax.eval_shape(optimizer.init, split_buffers(shapes)[0])
 
     def layouts(level: DataSharding) -> Any:
-        dtype = DTYPES[config.precision.compute]
+        dtype = DTYPES[precision.compute]
         return param_layouts(shapes, model.logical, rules, level, dtype)
 
     current = jax.tree.leaves(layouts(config.parallel.data_sharding), is_leaf=is_layout)
@@ -196,9 +201,7 @@ def inspect_layout(config: Config, num_devices: int) -> Inspection:
             for layout, shape in zip(current, jax.tree.leaves(model.shapes), strict=True)
         ),
         state=tuple(
-            state_bytes(
-                level, layouts(level), abstract_optimizer, sizes, DTYPES[config.precision.grads]
-            )
+            state_bytes(level, layouts(level), abstract_optimizer, sizes, DTYPES[precision.grads])
             for level in get_args(DataSharding)
         ),
         batch=batch_layout(config, sizes),

@@ -60,13 +60,8 @@ def make_fp8_plan(
     if config.fp8 is None:
         return None
     check_device(config, device)
-    if products and not config.fp8_experts:
-        products = {path: product for path, product in products.items() if not product.experts}
-    if not products:
-        raise ConfigError(
-            f"precision.fp8 is {config.fp8}, but the model names no matrix products: its weights "
-            "need product=Product(...) (jaxtron/layers/parameter.py); or set precision.fp8 to null"
-        )
+    names = product_names(config, products)
+    products = {path: product for path, product in (products or {}).items() if path in names}
     backend: Backend = "xla" if config.fp8_backend == "auto" else config.fp8_backend
     if backend == "te":
         require_transformer_engine(device.platform)
@@ -86,7 +81,6 @@ def make_fp8_plan(
         jax.tree_util.keystr(path, simple=True, separator="/"): layout.unstacked()
         for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
     }
-    names = {path: _full_name(path, product) for path, product in products.items()}
     kept = exceptions(config, names.values(), num_layers)
     whole = {name for name in names.values() if all((i, name) in kept for i in range(num_layers))}
     shared = list(rules.axes("sequence"))
@@ -126,6 +120,31 @@ def make_fp8_plan(
         reduction=reduction,
         delayed=delayed,
     )
+
+
+def product_names(
+    config: PrecisionConfig, products: Mapping[str, Product] | None
+) -> dict[str, str]:
+    """Per weight of a layer, the name of its product; of those that may be in FP8.
+
+    Args:
+        config: the section.
+        products: see :func:`make_fp8_plan`.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    names = {
+        path: _full_name(path, product)
+        for path, product in (products or {}).items()
+        if config.fp8_experts or not product.experts
+    }
+    if not names:
+        raise ConfigError(
+            f"precision.fp8 is {config.fp8}, but the model names no matrix products: its weights "
+            "need product=Product(...) (jaxtron/layers/parameter.py); or set precision.fp8 to null"
+        )
+    return names
 
 
 def _full_name(path: str, product: Product) -> str:

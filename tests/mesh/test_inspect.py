@@ -136,6 +136,15 @@ def test_features_show_what_is_really_on():
     assert "parallel.pipeline is 2" in feature(refused, "training")
 
 
+def test_exceptions_from_fp8_that_name_nothing_are_shown_as_training_refuses_them():
+    wrong = ["precision.fp8=current", "precision.fp8_exceptions=['*/mlp/upp']"]
+    inspection = inspect_layout(load_config("configs/tiny.yaml", wrong), 1)
+    assert "'*/mlp/upp' names no product" in feature(inspection, "training")
+    right = [wrong[0], "precision.fp8_exceptions=['*/mlp/up']"]
+    inspection = inspect_layout(load_config("configs/tiny.yaml", right), 1)
+    assert feature(inspection, "training") == "possible in this version"
+
+
 def test_matrices_that_data_sharding_cannot_divide_are_named():
     # 3 divides no dimension of the model but none of 384 rows of the vocabulary.
     config = load_config("configs/tiny.yaml", ["train.global_batch_size=6", "parallel.fsdp=3"])
