@@ -5,11 +5,14 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxtron.parallel.pipeline.residuals import Ring, Stretch, read, write
+from jaxtron.parallel.pipeline.step import _where_measured
 from jaxtron.parallel.pipeline.table import programs, tick_table
+from jaxtron.precision.fp8_weight import Fp8Gradient
 from jaxtron.program import Program
 from tests.parity.harness import initial_state, make_batch, make_config, rows_of
 from tests.program.jaxprs import equations
@@ -177,3 +180,17 @@ def test_a_growing_batch_has_a_schedule_for_each_size() -> None:
         return found
 
     np.testing.assert_allclose(losses(2), losses(1), rtol=2e-6)
+
+
+def test_a_tick_without_a_unit_measures_nothing_for_fp8() -> None:
+    """Its residuals are of no unit; its gradients of weights are zeros already."""
+    grads = [
+        {"mlp/up": Fp8Gradient(jnp.array([2.0]), jnp.array([3.0, 4.0])), "norm": jnp.array([5.0])},
+        {"mlp/up": Fp8Gradient(jnp.array([6.0]), None), "norm": jnp.array([7.0])},
+    ]
+    working = _where_measured(jnp.array(True), grads)
+    idle = _where_measured(jnp.array(False), grads)
+    jax.tree.map(np.testing.assert_array_equal, working, grads)
+    assert idle[0]["mlp/up"].amax.tolist() == [0, 0] and idle[1]["mlp/up"].amax is None
+    idle[0]["mlp/up"] = grads[0]["mlp/up"]
+    jax.tree.map(np.testing.assert_array_equal, idle, grads)
