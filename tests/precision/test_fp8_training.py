@@ -39,17 +39,44 @@ def program(
     return Program(config, jax.devices()[:count])
 
 
+Gradients = tuple[float, Any]
+"""Loss and gradients of a batch."""
+
+
 @functools.lru_cache
-def on_one_device(scope: str, microbatches: int) -> tuple[float, Any]:
+def on_one_device(scope: str, microbatches: int) -> list[Gradients]:
     precision = {"fp8": None} if scope == "none" else {"fp8_amax_scope": scope}
     return gradients(program(precision, train={"num_microbatches": microbatches}))
 
 
-def gradients(p: Program) -> tuple[float, Any]:
+def gradients(p: Program) -> list[Gradients]:
+    """Of three batches."""
     params = initial_state(p)["params"]
-    loss, _, grads = jax.jit(p.loss_and_gradients)(params, rows_of(p, make_batch(p.config)))
-    grads = p.to_logical({"params": grads})["params"]
-    return float(loss), jax.tree.map(np.asarray, grads)
+    compute = jax.jit(p.loss_and_gradients)
+    found = []
+    for step in range(3):
+        loss, _, grads = compute(params, rows_of(p, make_batch(p.config, step)))
+        grads = p.to_logical({"params": grads})["params"]
+        found.append((float(loss), jax.tree.map(np.asarray, grads)))
+    return found
+
+
+def assert_alike(actual: list[Gradients], expected: list[Gradients]) -> None:
+    """Within 1e-3; of one batch, as far apart as a single value's rounding can put it.
+
+    The last bit of a sum, which no mesh need have, says to which side a value falls that lies in
+    the middle of two FP8 values.
+    """
+    apart = 0
+    for (loss, grads), (loss_e, grads_e) in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(loss, loss_e, rtol=1e-5)
+        assert_close_leaves(grads, grads_e, 0.05, "gradient")
+        try:
+            np.testing.assert_allclose(loss, loss_e, rtol=1e-6)
+            assert_close_leaves(grads, grads_e, 1e-3, "gradient")
+        except AssertionError:
+            apart += 1
+    assert apart <= 1
 
 
 @pytest.mark.parametrize(
@@ -78,10 +105,8 @@ def gradients(p: Program) -> tuple[float, Any]:
 def test_with_global_scope_a_mesh_equals_one_device(
     parallel: dict[str, Any], train: dict[str, Any]
 ) -> None:
-    expected = on_one_device("global", 2)
-    loss, grads = gradients(program({"fp8_amax_scope": "global"}, parallel, train=train))
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    assert_close_leaves(grads, expected[1], 1e-3, "gradient")
+    mesh = program({"fp8_amax_scope": "global"}, parallel, train=train)
+    assert_alike(gradients(mesh), on_one_device("global", 2))
 
 
 def test_with_experts_in_fp8_a_mesh_equals_one_device() -> None:
@@ -97,21 +122,15 @@ def test_with_experts_in_fp8_a_mesh_equals_one_device() -> None:
     precision, mesh = {"fp8_amax_scope": "global", "fp8_experts": True}, {"expert": 2, "tensor": 2}
     one = program(precision, model=model)
     assert one.plan.fp8.products == sorted([*others, "moe/experts/down", "moe/experts/up"])
-    expected = gradients(one)
-    loss, grads = gradients(program(precision, mesh, model=model))
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    assert_close_leaves(grads, expected[1], 1e-3, "gradient")
+    assert_alike(gradients(program(precision, mesh, model=model)), gradients(one))
 
 
 def test_with_tensor_scope_tensor_parallelism_alone_equals_one_device() -> None:
-    expected = on_one_device("tensor", 1)
-    loss, grads = gradients(program({}, {"tensor": 2}))
-    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
-    assert_close_leaves(grads, expected[1], 1e-3, "gradient")
+    assert_alike(gradients(program({}, {"tensor": 2})), on_one_device("tensor", 1))
 
 
 def test_fp8_changes_gradients_by_its_rounding_alone() -> None:
-    exact, fp8 = on_one_device("none", 1), on_one_device("tensor", 1)
+    exact, fp8 = on_one_device("none", 1)[0], on_one_device("tensor", 1)[0]
     assert fp8[0] != exact[0]
     np.testing.assert_allclose(fp8[0], exact[0], rtol=1e-3)
     up = [g[1]["layers"]["mlp"]["up"] for g in (fp8, exact)]
@@ -180,8 +199,8 @@ def test_first_and_last_layers_and_single_products_stay_out() -> None:
 
 def test_exceptions_of_all_layers_leave_the_exact_gradient_of_those_products() -> None:
     everything_but_down = ["*/attention/*", "*/mlp/up"]
-    exact = on_one_device("none", 1)
-    mixed = gradients(program({"fp8_exceptions": everything_but_down}))
+    exact = on_one_device("none", 1)[0]
+    mixed = gradients(program({"fp8_exceptions": everything_but_down}))[0]
     assert mixed[0] != exact[0]
     np.testing.assert_allclose(mixed[0], exact[0], rtol=1e-4)
 

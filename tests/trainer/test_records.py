@@ -1,6 +1,7 @@
 """What a run leaves behind: metrics.jsonl, config.yaml."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -82,7 +83,9 @@ def test_plans_of_the_embedding_and_of_weight_decay_are_in_the_records_and_lines
         "weight_decay": [0.1, 0.2, 0.3, 0.4],
     }.items():
         np.testing.assert_allclose([line[name] for line in lines], values, rtol=1e-6, atol=0)
-    assert "decoupled learning rate: 1.000000E-02 | weight decay: 4" in capsys.readouterr().out
+    *_, last = capsys.readouterr().out.splitlines()
+    [printed] = re.findall(r"decoupled learning rate: (\S+) \| weight decay: (\S+)", last)
+    np.testing.assert_allclose([float(word) for word in printed], [0.01, 0.4], rtol=1e-6)
 
 
 def test_the_written_configuration_reproduces_the_run(tmp_path):
