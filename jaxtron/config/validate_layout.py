@@ -118,6 +118,21 @@ def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _pipeline_keeps_activations(config: Config, axes: Axes) -> Iterator[str]:
+    recompute = config.train.recompute
+    if axes["pipeline"] == 1 or not isinstance(recompute, dict):
+        return
+    offloaded = [name for name, action in recompute.items() if action == "offload"]
+    if offloaded:
+        yield (
+            f"train.recompute offloads {', '.join(offloaded)} and parallel.pipeline is "
+            f"{axes['pipeline']}: what a stage keeps for its backward passes lies in a ring buffer "
+            "on its device; set "
+            f"{' and '.join(f'train.recompute.{name}' for name in offloaded)} to recompute, or "
+            "parallel.pipeline to 1"
+        )
+
+
 def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
     seq_length, context, tensor = config.data.seq_length, axes["context"], axes["tensor"]
     sequence_parallel = config.parallel.sequence_parallel is not False and tensor > 1
@@ -347,6 +362,7 @@ AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _context_strategy_fits,
     _documents_can_be_cut,
     _recompute_names_exist,
+    _pipeline_keeps_activations,
     _batch_divides,
     _microbatches_at_once_exist,
     _layers_fit_stages,

@@ -34,6 +34,12 @@ REFUSED = {
         ["train.microbatches_at_once is 2", "parallel.pipeline 2"],
         ["train.microbatches_at_once=1"],
     ),
+    "offloaded_activations_on_a_pipeline": (
+        ["parallel.pipeline=2", "train.recompute={qkv: offload, mlp_up: recompute}"],
+        2,
+        ["train.recompute offloads qkv", "parallel.pipeline is 2", "train.recompute.qkv"],
+        ["train.recompute.qkv=recompute"],
+    ),
     "dynamic_context_on_a_pipeline": (
         [*DYNAMIC, "parallel.context=2", "parallel.pipeline=2"],
         8,
