@@ -52,10 +52,12 @@ class Choice:
         own = f"set {self.key}" + (f" to {' or '.join(map(_shown, among))}" if among else "")
         return ", or ".join([own, *(other.remedy for other in self.others)])
 
-    def reason(self, values: Values) -> str:
-        """The values that keep the choice from holding."""
-        own = f"{self.key} is {_shown(value_of(values, self.key))}"
-        return " and ".join([own, *(other.reason(values) for other in self.others)])
+    def reason(self, values: Values, but: str) -> str:
+        """The values that keep the choice from holding, that of the key ``but`` left out."""
+        shown = [f"{self.key} is {_shown(value_of(values, self.key))}"] if self.key != but else []
+        return " and ".join(
+            shown + [other.reason(values, but) for other in self.others if other.key != but]
+        )
 
 
 _BUILT_IN = (Choice("optimizer.name", ("adamw", "sgd", "lion", "adafactor", "muon")),)
@@ -264,8 +266,9 @@ def unread(config: Config, sections: Collection[str] | None = None) -> Iterator[
             continue
         for choice in choices:
             if not choice.holds(values):
+                why = choice.reason(values, key)
                 yield (
-                    f"{key} is {_shown(value)}, but {choice.reason(values)}, under which nothing "
+                    f"{key} is {_shown(value)}, but {why}, under which nothing "
                     f"reads it: {choice.remedy}, or leave {key} at {_shown(default)}"
                 )
                 break

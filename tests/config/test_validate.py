@@ -301,6 +301,12 @@ REFUSED = {
         ["context_cut_documents is 16", "model.window_size is 8", "model.window_size to null"],
         ["parallel.context_cut_documents=null"],
     ),
+    "tokens_ahead_in_a_row_of_one": (
+        ["data.seq_length=1", "model.mtp_num_layers=1"],
+        8,
+        ["model.mtp_num_layers 1", "data.seq_length 1:", "set it to null"],
+        ["model.mtp_num_layers=null"],
+    ),
     "ring_inside_a_pipeline": (
         ["parallel.context=2", "parallel.pipeline=2", "parallel.context_strategy=ring"],
         8,
