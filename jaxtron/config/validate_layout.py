@@ -8,6 +8,7 @@ from jaxtron.config.batch import batch_layout
 from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.choices import divisors, either, multiples_near, tensor_sizes
 from jaxtron.config.config import Config
+from jaxtron.config.yaml_io import spelled
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.rules import make_rules
 from jaxtron.parallel.pipeline.layout import place_layers
@@ -236,13 +237,14 @@ def _documents_can_be_cut(config: Config, axes: Axes) -> Iterator[str]:
         ("attention_dropout", 0),
         ("hidden_dropout", 0),
         ("moe_input_jitter_eps", None),
+        ("moe_router_force_load_balancing", False),
     ):
         value = getattr(model, name)
         if value is not None and value != off_value:
             yield (
-                f"{shown} and model.{name} is {value}, which goes by a token's place in the row, "
-                f"and cut documents change it: set model.{name} to "
-                f"{'null' if off_value is None else off_value}, {without}"
+                f"{shown} and model.{name} is {spelled(value)}, which goes by a token's place in "
+                f"the row, and cut documents change it: set model.{name} to {spelled(off_value)}, "
+                f"{without}"
             )
 
 

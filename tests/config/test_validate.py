@@ -301,6 +301,15 @@ REFUSED = {
         ["context_cut_documents is 16", "model.window_size is 8", "model.window_size to null"],
         ["parallel.context_cut_documents=null"],
     ),
+    "cut_documents_and_experts_by_turns": (
+        [*CUT, "model.num_experts=4", "model.moe_router_force_load_balancing=true"],
+        8,
+        [
+            "model.moe_router_force_load_balancing is true",
+            "model.moe_router_force_load_balancing to false",
+        ],
+        ["model.moe_router_force_load_balancing=false"],
+    ),
     "tokens_ahead_in_a_row_of_one": (
         ["data.seq_length=1", "model.mtp_num_layers=1"],
         8,
