@@ -203,7 +203,7 @@ READ_UNDER: dict[str, tuple[Choice, ...]] = {
     "precision.first_last_layers_bf16": _FP8,
     "precision.num_layers_at_start_in_bf16": _FP8_ENDS,
     "precision.num_layers_at_end_in_bf16": _FP8_ENDS,
-    "precision.fp8_amax_scope": (Choice("precision.fp8", ("current",)),),
+    "precision.fp8_amax_scope": _FP8,
     "precision.fp8_amax_history_len": _FP8_DELAYED,
     "precision.fp8_amax_compute_algo": _FP8_DELAYED,
     "precision.loss_scale": _FP16,
