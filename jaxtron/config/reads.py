@@ -52,10 +52,12 @@ class Choice:
         own = f"set {self.key}" + (f" to {' or '.join(map(_shown, among))}" if among else "")
         return ", or ".join([own, *(other.remedy for other in self.others)])
 
-    def reason(self, values: Values) -> str:
-        """The values that keep the choice from holding."""
-        own = f"{self.key} is {_shown(value_of(values, self.key))}"
-        return " and ".join([own, *(other.reason(values) for other in self.others)])
+    def reason(self, values: Values, but: str) -> str:
+        """The values that keep the choice from holding, that of the key ``but`` left out."""
+        shown = [f"{self.key} is {_shown(value_of(values, self.key))}"] if self.key != but else []
+        return " and ".join(
+            shown + [other.reason(values, but) for other in self.others if other.key != but]
+        )
 
 
 _BUILT_IN = (Choice("optimizer.name", ("adamw", "sgd", "lion", "adafactor", "muon")),)
@@ -201,7 +203,7 @@ READ_UNDER: dict[str, tuple[Choice, ...]] = {
     "precision.first_last_layers_bf16": _FP8,
     "precision.num_layers_at_start_in_bf16": _FP8_ENDS,
     "precision.num_layers_at_end_in_bf16": _FP8_ENDS,
-    "precision.fp8_amax_scope": (Choice("precision.fp8", ("current",)),),
+    "precision.fp8_amax_scope": _FP8,
     "precision.fp8_amax_history_len": _FP8_DELAYED,
     "precision.fp8_amax_compute_algo": _FP8_DELAYED,
     "precision.loss_scale": _FP16,
@@ -264,8 +266,9 @@ def unread(config: Config, sections: Collection[str] | None = None) -> Iterator[
             continue
         for choice in choices:
             if not choice.holds(values):
+                why = choice.reason(values, key)
                 yield (
-                    f"{key} is {_shown(value)}, but {choice.reason(values)}, under which nothing "
+                    f"{key} is {_shown(value)}, but {why}, under which nothing "
                     f"reads it: {choice.remedy}, or leave {key} at {_shown(default)}"
                 )
                 break

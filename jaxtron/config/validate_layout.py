@@ -8,6 +8,7 @@ from jaxtron.config.batch import batch_layout
 from jaxtron.config.batch_schedule import batch_schedule
 from jaxtron.config.choices import divisors, either, multiples_near, tensor_sizes
 from jaxtron.config.config import Config
+from jaxtron.config.yaml_io import spelled
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.rules import make_rules
 from jaxtron.parallel.pipeline.layout import place_layers
@@ -118,6 +119,21 @@ def _recompute_names_exist(config: Config, axes: Axes) -> Iterator[str]:
         )
 
 
+def _pipeline_keeps_activations(config: Config, axes: Axes) -> Iterator[str]:
+    recompute = config.train.recompute
+    if axes["pipeline"] == 1 or not isinstance(recompute, dict):
+        return
+    offloaded = [name for name, action in recompute.items() if action == "offload"]
+    if offloaded:
+        yield (
+            f"train.recompute offloads {', '.join(offloaded)} and parallel.pipeline is "
+            f"{axes['pipeline']}: what a stage keeps for its backward passes lies in a ring buffer "
+            "on its device; set "
+            f"{' and '.join(f'train.recompute.{name}' for name in offloaded)} to recompute, or "
+            "parallel.pipeline to 1"
+        )
+
+
 def _sequence_splits(config: Config, axes: Axes) -> Iterator[str]:
     seq_length, context, tensor = config.data.seq_length, axes["context"], axes["tensor"]
     sequence_parallel = config.parallel.sequence_parallel is not False and tensor > 1
@@ -221,13 +237,14 @@ def _documents_can_be_cut(config: Config, axes: Axes) -> Iterator[str]:
         ("attention_dropout", 0),
         ("hidden_dropout", 0),
         ("moe_input_jitter_eps", None),
+        ("moe_router_force_load_balancing", False),
     ):
         value = getattr(model, name)
         if value is not None and value != off_value:
             yield (
-                f"{shown} and model.{name} is {value}, which goes by a token's place in the row, "
-                f"and cut documents change it: set model.{name} to "
-                f"{'null' if off_value is None else off_value}, {without}"
+                f"{shown} and model.{name} is {spelled(value)}, which goes by a token's place in "
+                f"the row, and cut documents change it: set model.{name} to {spelled(off_value)}, "
+                f"{without}"
             )
 
 
@@ -347,6 +364,7 @@ AXES_CHECKS: tuple[Callable[[Config, Axes], Iterator[str]], ...] = (
     _context_strategy_fits,
     _documents_can_be_cut,
     _recompute_names_exist,
+    _pipeline_keeps_activations,
     _batch_divides,
     _microbatches_at_once_exist,
     _layers_fit_stages,

@@ -44,7 +44,8 @@ def _rotary_channels_are_pairs(config: Config) -> Iterator[str]:
     elif rotated % 2 or rotated == 0:
         yield (
             f"model.rotary_percent {model.rotary_percent} of {model.head_dim} channels a head is "
-            f"{rotated:g}, but RoPE rotates pairs of channels: choose an even number of channels"
+            f"{rotated:g}, but RoPE rotates pairs of channels: set model.rotary_percent, or "
+            "model.kv_channels (a head's channels), so that the number is even"
         )
 
 
@@ -107,10 +108,11 @@ def _tokens_ahead_can_be_predicted(config: Config) -> Iterator[str]:
             "model.position_embedding_type to rope, or model.mtp_num_layers to null"
         )
     if depths >= config.data.seq_length:
+        most = config.data.seq_length - 1
         yield (
             f"model.mtp_num_layers {depths} is not less than data.seq_length "
             f"{config.data.seq_length}: nothing is that far ahead; set it to "
-            f"{config.data.seq_length - 1} or less"
+            + (f"{most} or less" if most else "null")
         )
 
 

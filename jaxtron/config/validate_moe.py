@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+from jaxtron.config.choices import either, multiples_near
 from jaxtron.config.config import Config
 from jaxtron.errors import ConfigError
 from jaxtron.mesh.rules import make_rules
@@ -213,9 +214,11 @@ def _experts_split(config: Config, axes: Mapping[str, int]) -> Iterator[str]:
     ):
         parts = rules.size(dimension)
         if size % parts:
-            over = " × ".join(f"parallel.{a} {axes[a]}" for a in rules.axes(dimension))
+            split = rules.axes(dimension)
+            over = " × ".join(f"parallel.{a} {axes[a]}" for a in split)
+            product = f" = {parts}" if len(split) > 1 else ""
             yield (
-                f"model.{what} {size} is not a multiple of {over} = {parts}: choose sizes of these "
+                f"model.{what} {size} is not a multiple of {over}{product}: choose sizes of these "
                 f"axes whose product divides {size}, or change parallel.rules.{dimension}"
             )
     shared = set(rules.axes("experts")) & set(rules.axes("expert_mlp"))
@@ -225,12 +228,13 @@ def _experts_split(config: Config, axes: Mapping[str, int]) -> Iterator[str]:
             f"parallel.rules.experts and parallel.rules.expert_mlp both use {axis}: set "
             "parallel.rules.expert_mlp to null"
         )
-    parts = axes["context"] * axes["tensor"]
-    if not rules.axes("expert_mlp") and config.data.seq_length % parts:
+    parts, seq_length = axes["context"] * axes["tensor"], config.data.seq_length
+    if axes["tensor"] > 1 and not rules.axes("expert_mlp") and seq_length % parts:
         yield (
-            f"data.seq_length {config.data.seq_length} is not a multiple of parallel.context "
+            f"data.seq_length {seq_length} is not a multiple of parallel.context "
             f"{axes['context']} × parallel.tensor {axes['tensor']}, which share the tokens of an "
-            "MoE layer when parallel.rules.expert_mlp is null: change one of them"
+            "MoE layer when parallel.rules.expert_mlp is null: set data.seq_length to "
+            f"{either(multiples_near(seq_length, parts))}, or parallel.rules.expert_mlp to tensor"
         )
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from jaxtron.optim.matrices import Matrices, is_axes, matrices_of
+from jaxtron.optim.matrices import Axes, Matrices, is_axes, matrices_of
 from jaxtron.optim.plan import Plan
 
 
@@ -35,16 +35,24 @@ def per_matrix(
 ) -> optax.GradientTransformation:
     """Apply ``inner`` to every matrix (or vector) of every parameter by itself.
 
-    The state of a parameter is that of ``inner``, stacked over its matrices.
+    The state of a parameter is that of ``inner``, stacked over its matrices; in stacked layers
+    ``[layers, matrices of a layer, ...]``, so that layers can be cut and put in another order in
+    it as in the parameter.
     """
-    parts = jax.tree.map(matrices_of, logical_axes, is_leaf=is_axes)
+
+    def transformation(axes: Axes) -> optax.GradientTransformation:
+        if axes[:1] == ("layers",):
+            layer = _matrices_apart(inner, matrices_of(axes[1:]))
+            return optax.GradientTransformation(jax.vmap(layer.init), jax.vmap(layer.update))
+        return _matrices_apart(inner, matrices_of(axes))
+
+    parts = jax.tree.map(transformation, logical_axes, is_leaf=is_axes)
 
     def init(params: Any) -> Any:
-        return jax.tree.map(lambda p, m: jax.vmap(inner.init)(m.split(p)), params, parts)
+        return jax.tree.map(lambda p, part: part.init(p), params, parts)
 
-    def one(grad: jax.Array, state: Any, param: jax.Array, m: Matrices) -> _Result:
-        new, state = jax.vmap(inner.update)(m.split(grad), state, m.split(param))
-        return _Result(m.join(new, grad.shape), state)
+    def one(grad: jax.Array, state: Any, param: jax.Array, part: Any) -> _Result:
+        return _Result(*part.update(grad, state, param))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         results = jax.tree.map(one, updates, state, params, parts)
@@ -57,6 +65,22 @@ def per_matrix(
             )
 
         return field("update"), field("state")
+
+    return optax.GradientTransformation(init, update)
+
+
+def _matrices_apart(
+    inner: optax.GradientTransformation, matrices: Matrices
+) -> optax.GradientTransformation:
+    """``inner`` on each of the ``matrices`` of an array."""
+
+    def init(param: jax.Array) -> Any:
+        return jax.vmap(inner.init)(matrices.split(param))
+
+    def update(grad: jax.Array, state: Any, param: Any = None) -> tuple[jax.Array, Any]:
+        split = matrices.split(grad), state, matrices.split(param)
+        new, state = jax.vmap(inner.update)(*split)
+        return matrices.join(new, grad.shape), state
 
     return optax.GradientTransformation(init, update)
 

@@ -200,7 +200,6 @@ def _piecewise(
         param, own, _ = arrays
 
         def cut(leaf: jax.Array) -> jax.Array:
-            # Adafactor stacks the matrices of every layer: rows are a multiple of the layers.
             rows = leaf.shape[0] // (part.parts * part.pieces)
             return together(lax.dynamic_slice_in_dim(apart(leaf), i * rows, rows, axis))
 

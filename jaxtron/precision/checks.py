@@ -49,14 +49,16 @@ def check_recipe(
         )
     if config.first_last_layers_bf16 and not bf16_layers(config, num_layers):
         yield (
-            "precision.first_last_layers_bf16 is true, but num_layers_at_start_in_bf16 and "
-            "num_layers_at_end_in_bf16 are 0: set one of them, or first_last_layers_bf16 to false"
+            "precision.first_last_layers_bf16 is true, but precision.num_layers_at_start_in_bf16 "
+            "and precision.num_layers_at_end_in_bf16 are 0: set one of them to 1 or more, or "
+            "precision.first_last_layers_bf16 to false"
         )
     if len(bf16_layers(config, num_layers)) == num_layers:
         yield (
             f"precision.first_last_layers_bf16 keeps {config.num_layers_at_start_in_bf16} + "
             f"{config.num_layers_at_end_in_bf16} layers in bf16, which is all {num_layers} of "
-            "them: set precision.fp8 to null, or keep fewer"
+            "them: set precision.fp8 to null, or make precision.num_layers_at_start_in_bf16 or "
+            "precision.num_layers_at_end_in_bf16 smaller"
         )
     if has_layer_exceptions(config) and layer_loop == "scan":
         yield (
@@ -68,8 +70,8 @@ def check_recipe(
         yield (
             "precision.first_last_layers_bf16 and precision.fp8_exceptions of single layers make "
             f"layers differ, but parallel.pipeline is {axes['pipeline']}, and all stages run one "
-            "program: set first_last_layers_bf16 to false and give exceptions for all layers "
-            "('*/mlp/down'), or parallel.pipeline to 1"
+            "program: set precision.first_last_layers_bf16 to false and give exceptions for all "
+            "layers ('*/mlp/down'), or parallel.pipeline to 1"
         )
 
 

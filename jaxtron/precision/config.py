@@ -40,8 +40,8 @@ class PrecisionConfig:
     )
     fp8_amax_scope: Literal["tensor", "global"] = key(
         "tensor",
-        "What a scale covers under the recipe current: the tensor of one data-parallel replica, or "
-        "of a whole microbatch.",
+        "What a scale covers that comes from the tensor itself (current; evaluation under "
+        "delayed): the tensor of one data-parallel replica, or of a whole microbatch.",
     )
     fp8_amax_history_len: int = key(
         1024, "Steps whose largest magnitudes the recipe delayed keeps.", ge=1

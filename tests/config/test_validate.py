@@ -34,6 +34,12 @@ REFUSED = {
         ["train.microbatches_at_once is 2", "parallel.pipeline 2"],
         ["train.microbatches_at_once=1"],
     ),
+    "offloaded_activations_on_a_pipeline": (
+        ["parallel.pipeline=2", "train.recompute={qkv: offload, mlp_up: recompute}"],
+        2,
+        ["train.recompute offloads qkv", "parallel.pipeline is 2", "train.recompute.qkv"],
+        ["train.recompute.qkv=recompute"],
+    ),
     "dynamic_context_on_a_pipeline": (
         [*DYNAMIC, "parallel.context=2", "parallel.pipeline=2"],
         8,
@@ -294,6 +300,21 @@ REFUSED = {
         8,
         ["context_cut_documents is 16", "model.window_size is 8", "model.window_size to null"],
         ["parallel.context_cut_documents=null"],
+    ),
+    "cut_documents_and_experts_by_turns": (
+        [*CUT, "model.num_experts=4", "model.moe_router_force_load_balancing=true"],
+        8,
+        [
+            "model.moe_router_force_load_balancing is true",
+            "model.moe_router_force_load_balancing to false",
+        ],
+        ["model.moe_router_force_load_balancing=false"],
+    ),
+    "tokens_ahead_in_a_row_of_one": (
+        ["data.seq_length=1", "model.mtp_num_layers=1"],
+        8,
+        ["model.mtp_num_layers 1", "data.seq_length 1:", "set it to null"],
+        ["model.mtp_num_layers=null"],
     ),
     "ring_inside_a_pipeline": (
         ["parallel.context=2", "parallel.pipeline=2", "parallel.context_strategy=ring"],

@@ -64,7 +64,8 @@ def test_the_second_moment_of_a_matrix_is_its_row_and_column_means():
     _, state = run(CONFIG, 1)
     # decay is 1 - 1^-0.8 = 0 in the first step
     squares = random_tree(1)["query"].reshape(2, 6, 8) ** 2
-    moments = [np.asarray(x) for x in jax.tree.leaves(state[0]["query"]) if x.ndim == 2]
+    # [layers, matrices of a layer, size]
+    moments = [np.asarray(x)[:, 0] for x in jax.tree.leaves(state[0]["query"]) if x.ndim == 3]
     means = [squares.mean(axis=1), squares.mean(axis=2)]
     for want in means:
         [got] = [m for m in moments if m.shape == want.shape]

@@ -23,6 +23,7 @@ AXES = {
         "mlp": {"weight": ("layers", "embed", None, "mlp")},
         "norm": {"weight": ("layers", "embed")},
         "router": {"bias": ("layers", "expert")},
+        "experts": {"up": ("layers", "experts", "embed", None, "expert_mlp")},
     },
     "final_norm": {"weight": ("embed",)},
 }
@@ -33,6 +34,7 @@ SIZES = {
         "mlp": {"weight": (3, 8, 2, 6)},
         "norm": {"weight": (3, 8)},
         "router": {"bias": (3, 4)},
+        "experts": {"up": (3, 4, 8, 2, 6)},
     },
     "final_norm": {"weight": (8,)},
 }

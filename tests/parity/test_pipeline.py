@@ -15,6 +15,7 @@ from jaxtron.parallel.pipeline.stack_order import is_stacked
 from jaxtron.program import Program
 from tests.parity.context_arms import devices_of
 from tests.parity.harness import (
+    assert_close_leaves,
     drawn_state,
     initial_state,
     make_batch,
@@ -240,6 +241,35 @@ def test_empty_slots_stay_zero_under_adamw() -> None:
         name = jax.tree_util.keystr(path)
         assert not leaf[3].any(), name
         assert all(leaf[i].any() for i in range(3)), name
+
+
+def test_adafactors_moments_follow_their_layers() -> None:
+    """Per-matrix moments, of several matrices a layer too, go to stages in another order."""
+    raw: dict[str, Any] = {
+        "model": {"num_layers": 3, "num_experts": 4, "moe_ffn_hidden_size": 16},
+        "train": {"num_microbatches": 2, "global_batch_size": 4},
+        "optimizer": {"name": "adafactor", "adafactor_min_dim_size_to_factor": 8},
+    }
+    parallel = {
+        "pipeline": 2,
+        "pipeline_schedule": "interleaved",
+        "virtual_pipeline": 2,
+        "pipeline_layout": "E|t|tt|L",
+    }
+    one = Program(make_config(**raw), jax.devices()[:1])
+    staged = Program(make_config(parallel=parallel, **raw), jax.devices()[:2])
+    after_one, _ = one.train_step(initial_state(one), rows_of(one, make_batch(one.config)))
+    saved = jax.tree.map(np.asarray, after_one)
+    placed = jax.tree.map(
+        lambda a, s: jax.device_put(a, s.sharding), saved, staged.abstract_state()
+    )
+    batch = make_batch(one.config, 1)
+    expected, _ = one.train_step(after_one, rows_of(one, batch))
+    actual, _ = staged.train_step(staged.from_logical(placed), rows_of(staged, batch))
+    actual = staged.to_logical(actual)
+    for name in ("params", "opt_state"):
+        trees = (jax.tree.map(np.asarray, state[name]) for state in (actual, expected))
+        assert_close_leaves(*trees, 1e-4, name)
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,16 @@ def test_neither_mesh_nor_microbatches_change_a_run(
     assert_close_leaves(actual["fp8"], expected["fp8"], 1e-2, "fp8")
 
 
+def test_with_global_scope_an_evaluation_equals_one_device() -> None:
+    """It has scales of the tensors themselves."""
+    losses = []
+    for parallel in ({}, {"data": 2, "tensor": 2}):
+        p = program(parallel, precision={"fp8_amax_scope": "global"}, train={"num_microbatches": 2})
+        loss, _ = p.eval_step(p.init_state()["params"], rows_of(p, make_batch(p.config)))
+        losses.append(float(loss))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)
+
+
 def test_the_history_holds_every_product_of_every_layer(on_one_device: dict[str, Any]) -> None:
     fp8 = on_one_device["state"]["fp8"]["layers"]
     assert fp8["amax_history"].shape == (2, 4, 2, 2)
