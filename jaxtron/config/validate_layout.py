@@ -10,7 +10,7 @@ from jaxtron.config.choices import divisors, either, multiples_near, tensor_size
 from jaxtron.config.config import Config
 from jaxtron.config.yaml_io import spelled
 from jaxtron.errors import ConfigError
-from jaxtron.mesh.rules import make_rules
+from jaxtron.mesh.rules import LogicalRules, make_rules
 from jaxtron.parallel.pipeline.layout import place_layers
 from jaxtron.parallel.pipeline.registry import make_schedule
 from jaxtron.parallel.pipeline.table import programs
@@ -18,17 +18,26 @@ from jaxtron.parallel.pipeline.table import programs
 Axes = Mapping[str, int]
 
 
+def _rules(config: Config, axes: Axes) -> LogicalRules:
+    """The rules of the logical axes; those that do not fit are reported elsewhere."""
+    try:
+        return make_rules(config.parallel.rules, axes)
+    except ConfigError:
+        return make_rules({}, axes)
+
+
 def _tensor_divides_heads(config: Config, axes: Axes) -> Iterator[str]:
-    heads, tensor = config.model.num_attention_heads, axes["tensor"]
-    if heads % tensor:
+    heads = config.model.num_attention_heads
+    if heads % _rules(config, axes).size("heads"):
         yield (
-            f"model.num_attention_heads {heads} is not a multiple of parallel.tensor {tensor}: "
+            f"model.num_attention_heads {heads} is not a multiple of parallel.tensor "
+            f"{axes['tensor']}: "
             f"set parallel.tensor to {tensor_sizes(axes, lambda t: heads % t == 0)}"
         )
 
 
 def _tensor_fits_query_groups(config: Config, axes: Axes) -> Iterator[str]:
-    groups, tensor = config.model.num_query_groups, axes["tensor"]
+    groups, tensor = config.model.num_query_groups, _rules(config, axes).size("heads")
     if groups is None:
         return  # as many as heads
     if groups % tensor and tensor % groups:
@@ -44,8 +53,11 @@ def _tensor_fits_query_groups(config: Config, axes: Axes) -> Iterator[str]:
 
 
 def _tensor_divides_ffn(config: Config, axes: Axes) -> Iterator[str]:
-    ffn, tensor = config.model.ffn_hidden_size, axes["tensor"]
-    if ffn % tensor:
+    model, tensor = config.model, axes["tensor"]
+    if model.num_experts is not None and all(model.layer_pattern):
+        return  # no layer has an MLP of this width
+    ffn = model.ffn_hidden_size
+    if ffn % _rules(config, axes).size("mlp"):
         yield (
             f"model.ffn_hidden_size {ffn} is not a multiple of parallel.tensor {tensor}: set "
             f"model.ffn_hidden_size to {either(multiples_near(ffn, tensor))}, or parallel.tensor "
@@ -54,16 +66,17 @@ def _tensor_divides_ffn(config: Config, axes: Axes) -> Iterator[str]:
 
 
 def _vocabulary_splits(config: Config, axes: Axes) -> Iterator[str]:
-    model = config.model
-    shards = axes["tensor"] * axes["pipeline"]
+    model, rules = config.model, _rules(config, axes)
+    shards = rules.size("vocab")
     if model.padded_vocab_size % shards:
         # The padding must not depend on the mesh, so it is the user's to choose once.
         fix = math.lcm(model.make_vocab_size_divisible_by, shards)
+        over = " × ".join(f"parallel.{axis} {axes[axis]}" for axis in reversed(rules.axes("vocab")))
+        product = f" = {shards}" if " × " in over else ""
         yield (
             f"the vocabulary of {model.vocab_size} padded to {model.padded_vocab_size} "
             f"(model.make_vocab_size_divisible_by {model.make_vocab_size_divisible_by}) does not "
-            f"split over parallel.tensor {axes['tensor']} × parallel.pipeline {axes['pipeline']} = "
-            f"{shards}: set model.make_vocab_size_divisible_by to {fix}"
+            f"split over {over}{product}: set model.make_vocab_size_divisible_by to {fix}"
         )
 
 
@@ -249,15 +262,9 @@ def _documents_can_be_cut(config: Config, axes: Axes) -> Iterator[str]:
 
 
 def _attention_heads_per_device(config: Config, axes: Axes) -> tuple[int, int]:
-    """Query heads and key/value heads of one device, as the rules of the logical axes split them.
-
-    The sizes alone are looked at; rules that do not fit are reported elsewhere.
-    """
+    """Query heads and key/value heads of one device."""
     heads, groups = config.model.num_attention_heads, config.model.query_groups
-    try:
-        split = make_rules(config.parallel.rules, axes).size("heads")
-    except ConfigError:
-        split = axes["tensor"]
+    split = _rules(config, axes).size("heads")
     return max(1, heads // split), max(1, groups // split)
 
 

@@ -205,7 +205,11 @@ def _experts_split(config: Config, axes: Mapping[str, int]) -> Iterator[str]:
         return  # reported with the rules
     for what, dimension, size in (
         ("num_experts", "experts", model.num_experts),
-        ("moe_ffn_hidden_size", "expert_mlp", model.expert_ffn),
+        (
+            "ffn_hidden_size" if model.moe_ffn_hidden_size is None else "moe_ffn_hidden_size",
+            "expert_mlp",
+            model.expert_ffn,
+        ),
         (
             "moe_shared_expert_intermediate_size",
             "mlp",

@@ -148,3 +148,23 @@ def test_dropout_does_not_depend_on_the_microbatch_cut() -> None:
 def test_token_mean_does_not_depend_on_the_microbatch_cut(microbatches: int) -> None:
     one = reference(train={"num_microbatches": 1})
     assert_parity(reference(train={"num_microbatches": microbatches}), one)
+
+
+@pytest.mark.parametrize(
+    ("rules", "model"),
+    [
+        ({"heads": None, "kv_heads": None}, {"num_attention_heads": 3, "num_query_groups": 3}),
+        ({"mlp": None}, {"ffn_hidden_size": 45}),
+        ({"vocab": None}, {"vocab_size": 101, "make_vocab_size_divisible_by": 1}),
+    ],
+    ids=["heads", "mlp", "vocab"],
+)
+def test_what_the_rules_leave_whole_need_not_divide(
+    rules: dict[str, None], model: dict[str, int]
+) -> None:
+    check({"tensor": 2, "rules": rules}, model={"num_layers": 1, "kv_channels": 8, **model})
+
+
+def test_a_width_that_no_layer_has_need_not_divide() -> None:
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 16, "ffn_hidden_size": 45}
+    check({"tensor": 2}, model={"num_layers": 1, **experts})
