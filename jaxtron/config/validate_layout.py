@@ -10,7 +10,7 @@ from jaxtron.config.choices import divisors, either, multiples_near, tensor_size
 from jaxtron.config.config import Config
 from jaxtron.config.yaml_io import spelled
 from jaxtron.errors import ConfigError
-from jaxtron.mesh.rules import LogicalRules, make_rules
+from jaxtron.mesh.rules import LogicalRules, check_layers, make_rules
 from jaxtron.parallel.pipeline.layout import place_layers
 from jaxtron.parallel.pipeline.registry import make_schedule
 from jaxtron.parallel.pipeline.table import programs
@@ -19,11 +19,13 @@ Axes = Mapping[str, int]
 
 
 def _rules(config: Config, axes: Axes) -> LogicalRules:
-    """The rules of the logical axes; those that do not fit are reported elsewhere."""
+    """The rules of the logical axes; the default ones for such as are refused elsewhere."""
+    default = make_rules({}, axes)
     try:
-        return make_rules(config.parallel.rules, axes)
+        rules = make_rules(config.parallel.rules, axes)
     except ConfigError:
-        return make_rules({}, axes)
+        return default
+    return default if any(check_layers(rules)) else rules
 
 
 def _tensor_divides_heads(config: Config, axes: Axes) -> Iterator[str]:

@@ -469,3 +469,14 @@ def test_an_optimizer_that_cannot_be_built_is_refused(
         validate_for_training(load_config(BASE, overrides), 1)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_rules_that_layers_cannot_compute_with_are_all_that_is_said_of_them() -> None:
+    """Six heads do not divide by 2 × 4 devices, but they cannot be split over them at all."""
+    model = ["model.num_attention_heads=6", "model.num_query_groups=6", "model.kv_channels=8"]
+    mesh = ["parallel.tensor=2", "parallel.data=4", "parallel.fsdp=1"]
+    rules = ["parallel.rules={heads: [tensor, data]}"]
+    with pytest.raises(ConfigError, match=r"parallel\.rules\.heads is \[tensor, data\]") as caught:
+        validate_for_training(load_config(BASE, [*model, *mesh, *rules]), 8)
+    assert "num_attention_heads" not in str(caught.value)
+    assert "num_query_groups" not in str(caught.value)
