@@ -36,8 +36,10 @@ def digest_arrays(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     Raises:
         TypeError: an array is complex or holds typed PRNG keys (store ``jax.random.key_data``).
     """
-    # A program per array, not one for all: parameters and their moments share theirs.
-    sums = {name: _array_sums(array) for name, array in arrays.items()}
+    # A program per array, not one for all: parameters and their moments share theirs. Each is
+    # awaited: of many that wait on CPU devices one may keep a device from the sum in which those of
+    # another process stand, for ever; and arrays in host memory come to the device one at a time.
+    sums = {name: _array_sums(array).block_until_ready() for name, array in arrays.items()}
     return {name: to_hex(value) for name, value in jax.device_get(sums).items()}
 
 

@@ -63,13 +63,14 @@ def _rows_fit(config: Config, axes: Axes) -> Iterator[str]:
     if not parallel.dynamic_context or context == 1:
         return
     own = tokens_per_device(config, context)
-    split = math.lcm(2, tensor)
+    sequence_parallel = parallel.sequence_parallel is not False and tensor > 1
+    split = math.lcm(2, tensor if sequence_parallel else 1)
     if own % split:
         yield (
             f"a device has {own} tokens of a row (parallel.max_seqlen_per_dp_cp_rank, by default "
-            f"data.seq_length / parallel.context), which {split} must divide (two chunks, "
-            f"parallel.tensor {tensor}): "
-            f"set parallel.max_seqlen_per_dp_cp_rank to {-(-own // split) * split}"
+            f"data.seq_length / parallel.context), which {split} must divide (two chunks"
+            + (f", parallel.tensor {tensor} with sequence parallelism" if sequence_parallel else "")
+            + f"): set parallel.max_seqlen_per_dp_cp_rank to {-(-own // split) * split}"
         )
     whole = config.data.seq_length * config.train.global_batch_size
     if own > whole:

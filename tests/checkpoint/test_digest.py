@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxtron.checkpoint import digest as digest_module
 from jaxtron.checkpoint.digest import block_sums, digest_arrays, to_hex
 from tests.checkpoint.states import mesh
 
@@ -135,3 +136,18 @@ def test_digesting_needs_no_copy_of_the_array():
 def test_complex_arrays_are_refused():
     with pytest.raises(TypeError, match="complex64"):
         digest(jnp.ones(3, jnp.complex64))
+
+
+def test_one_program_at_a_time(monkeypatch):
+    # Two processes with many in flight, of moments in host memory, stood still in most runs.
+    sums, array_sums = [], digest_module._array_sums
+
+    def noted(array):
+        assert all(earlier.is_ready() for earlier in sums)
+        sums.append(array_sums(array))
+        return sums[-1]
+
+    monkeypatch.setattr(digest_module, "_array_sums", noted)
+    sharding = NamedSharding(mesh(4, 2), PartitionSpec("fsdp", "tensor"))
+    array = jax.device_put(jnp.zeros((8, 2**18)), sharding)
+    assert len(digest_arrays({str(i): array for i in range(4)})) == 4

@@ -82,6 +82,13 @@ REFUSED = {
         ["33 tokens of a row", "which 2 must divide", "max_seqlen_per_dp_cp_rank to 34"],
         ["parallel.max_seqlen_per_dp_cp_rank=34"],
     ),
+    "dynamic_context_with_a_share_that_sequence_parallelism_cannot_split": (
+        [*DYNAMIC, "parallel.context=2", "parallel.tensor=4"]
+        + ["model.num_query_groups=4", "parallel.max_seqlen_per_dp_cp_rank=34"],
+        8,
+        ["34 tokens of a row", "which 4 must divide", "parallel.tensor 4 with sequence"],
+        ["parallel.sequence_parallel=false"],
+    ),
     "dynamic_context_with_too_high_a_least_degree": (
         [*DYNAMIC, "parallel.context=2", "parallel.min_dynamic_context=4"],
         8,
