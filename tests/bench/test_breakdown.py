@@ -95,7 +95,11 @@ def test_kernels_are_told_apart_by_name(name, kind):
     assert kind_of(name) == kind
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[")[:-9]])
+@pytest.mark.parametrize(
+    "content",
+    [b"no gzip", gzip.compress(b"{}"), gzip.compress(b"[")[:-9]],
+    ids=["no gzip", "nothing in it", "cut off"],  # gzip's header has the time
+)
 def test_a_file_that_is_no_trace_is_refused_by_name(content, tmp_path):
     (tmp_path / "host.trace.json.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"host\.trace\.json\.gz is no trace"):
