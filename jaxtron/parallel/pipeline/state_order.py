@@ -102,7 +102,8 @@ class StateOrder:
     ) -> State:
         """A state in the other order.
 
-        Entries in host memory (offloaded moments) come to the devices a stack at a time.
+        Entries in host memory (offloaded moments) come to the devices a stack at a time, each
+        awaited (``checkpoint/digest.py`` says why).
 
         Args:
             state: arrays.
@@ -127,7 +128,7 @@ class StateOrder:
             # transfers apart: XLA's partitioner fails on them beside a change of sharding
             near = jax.device_put(leaf, NamedSharding(self.mesh, leaf.sharding.spec))
             after = jax.jit(stack, out_shardings=NamedSharding(self.mesh, target.spec))(near)
-            return jax.device_put(after, target)
+            return jax.device_put(after, target).block_until_ready()
 
         away = {name for name in state if _on_host(self.shardings[name])}
         near = {name: part for name, part in state.items() if name not in away}
