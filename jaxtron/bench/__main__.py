@@ -180,11 +180,12 @@ def _matrix(args: argparse.Namespace) -> int:
     prefix = args.output or args.file.with_suffix("")
     json_file, table_file, plot_file = (Path(f"{prefix}.{end}") for end in ("jsonl", "md", "svg"))
     for file in (json_file, table_file, plot_file):
-        if file.exists() and not args.resume:
+        if file.exists() and not (args.resume and json_file.exists()):
             raise ConfigError(
-                f"{file} exists: go on with it by --resume, move it away, or give another --output"
+                f"{file} exists: go on with its results by --resume ({json_file}), move it away, "
+                "or give another --output"
             )
-    if args.resume and json_file.exists():
+    if json_file.exists():
         read_results(json_file)
     outcomes: list[Outcome] = []
     before = signal.signal(signal.SIGTERM, _end)

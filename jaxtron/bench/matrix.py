@@ -12,7 +12,8 @@ The file is YAML::
 
 The first case is what the others are compared with. Every case adds a line of JSON to the results:
 its settings, and what was measured or the error. ``--resume`` takes from them the cases that have a
-result with the same settings, and runs the others.
+result with the same settings, and runs the others. A configuration is known by its name: what
+changed within that file is not seen.
 """
 
 import json
@@ -121,7 +122,7 @@ def _problem(error: ErrorDetails) -> str:
 
 
 def settings_of(matrix: Matrix, case: Case, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that a case's result depends on; ``overrides`` come after its own."""
+    """What a case is run with; ``overrides`` come after its own."""
     return {
         "config": case.config or matrix.config,
         "steps": matrix.steps,
@@ -150,7 +151,8 @@ def read_results(json_file: Path) -> dict[str, dict[str, Any]]:
         ConfigError: a line is not of a matrix.
     """
     results: dict[str, dict[str, Any]] = {}
-    for number, line in enumerate(json_file.read_text(encoding="utf-8").splitlines(), start=1):
+    text = json_file.read_text(encoding="utf-8", errors="replace")
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             found = json.loads(line)
         except json.JSONDecodeError:
